@@ -1,0 +1,130 @@
+"""Which implementation of an op runs, and why not another.
+
+An op's name is its meaning; `backend=` only says how it is computed:
+
+| backend         | what it is                                                          |
+|-----------------|---------------------------------------------------------------------|
+| `auto`          | the fastest that supports these tensors (the default)               |
+| `torch`         | the reference: plain PyTorch, the specification                     |
+| `chunked`       | PyTorch with a hand-written backward (scans)                        |
+| `grouped`       | PyTorch's grouped matrix product over sorted tokens (experts)       |
+| `cpu`           | compiled C++                                                        |
+| `triton`        | Triton kernels                                                      |
+| `mamba_ssm`     | the mamba-ssm package                                               |
+| `causal_conv1d` | the causal-conv1d package                                           |
+
+A named backend never falls back: it runs or raises `BackendUnavailable` with the reason.
+`python -m brickwork.kernels.backend` (`--json`) is the doctor: versions, devices, and for every op and
+backend whether it is usable here or why not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+BACKENDS = ("torch", "chunked", "grouped", "cpu", "triton", "mamba_ssm", "causal_conv1d")
+OPS = (
+    "rms_norm",
+    "add_norm",
+    "rope",
+    "swiglu",
+    "experts",
+    "causal_conv1d",
+    "selective_scan",
+    "ssd_scan",
+    "cross_entropy",
+)
+
+_preferred: str | None = None  # plain global: torch.compile guards it, a ContextVar it cannot trace
+_availability: dict[str, str | None] = {}
+
+
+class BackendUnavailable(RuntimeError):
+    """A backend that was asked for by name cannot run these tensors here; the message says why."""
+
+
+@contextlib.contextmanager
+def prefer(backend: str) -> Iterator[None]:
+    """Within the block, `backend="auto"` first tries `backend`, in every op that has it.
+
+    The choice holds for the process, from entry to exit.
+    An op without that backend, or with tensors it does not support, goes on as `auto` would.
+
+    >>> import torch
+    >>> from brickwork.kernels.rms_norm import rms_norm
+    >>> with prefer("torch"):
+    ...     rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), eps=0.0).round(decimals=4)
+    tensor([[0.8485, 1.1314]])
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
+    global _preferred
+    before = _preferred
+    _preferred = backend
+    try:
+        yield
+    finally:
+        _preferred = before
+
+
+def choose(op: str, backend: str, **reasons: Callable[[], str | None]) -> str:
+    """The backend that runs `op`.
+
+    `reasons` names the op's faster backends, the fastest first; each value is called to learn why
+    that backend cannot run these tensors (`None`: it can). `torch` always can.
+    """
+    if backend == "torch":
+        return backend
+    if backend == "auto":
+        if _preferred == "torch":
+            return "torch"
+        if _preferred in reasons and reasons[_preferred]() is None:
+            return _preferred
+        for name, reason in reasons.items():
+            if reason() is None:
+                return name
+        return "torch"
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be 'auto' or one of {BACKENDS}, got {backend!r}")
+    if backend not in reasons:
+        raise BackendUnavailable(f"{op} has no backend {backend!r}; it has {('torch', *reasons)}")
+    why = reasons[backend]()
+    if why is not None:
+        raise BackendUnavailable(f"{op}: backend {backend!r} cannot run here: {why}")
+    return backend
+
+
+@torch.compiler.assume_constant_result
+def unavailable(package: str) -> str | None:
+    """Why `package` cannot be imported here, or None if it can; found by really importing it, once."""
+    if package not in _availability:
+        try:
+            importlib.import_module(package)
+            _availability[package] = None
+        except Exception as error:  # a broken binary package raises anything, ImportError or not
+            _availability[package] = f"import {package} failed: {type(error).__name__}: {error}"
+    return _availability[package]
+
+
+def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """What a reference computes in: float64 if any input is float64, else float32.
+
+    >>> compute_dtype(torch.zeros(1, dtype=torch.bfloat16))
+    torch.float32
+    """
+    wide = any(t is not None and t.dtype == torch.float64 for t in tensors)
+    return torch.float64 if wide else torch.float32
+
+
+def autocast_off(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """A context with autocast off on `tensor`'s device; does nothing where there is no autocast."""
+    device = tensor.device.type
+    if not torch.amp.is_autocast_available(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)

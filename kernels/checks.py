@@ -1,0 +1,72 @@
+"""Checks of arguments that several ops share; each error names the argument, its value and the rule."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def check_shapes(**arguments: tuple[Tensor | None, str]) -> dict[str, int]:
+    """Match shapes against patterns of axis names and return the size of each name.
+
+    A name stands for one size wherever it occurs, a leading `...` for any axes in front (not
+    matched between arguments). Arguments that are None are passed over.
+
+    >>> check_shapes(x=(torch.zeros(2, 3), "B C"), weight=(torch.zeros(3), "C"))
+    {'B': 2, 'C': 3}
+    >>> check_shapes(x=(torch.zeros(2, 3), "B C"), weight=(torch.zeros(4), "C"))
+    Traceback (most recent call last):
+    ValueError: weight must have shape (C,) with C = 3 as in x, got (4,)
+    """
+    sizes: dict[str, int] = {}
+    first: dict[str, str] = {}
+    for argument, (tensor, pattern) in arguments.items():
+        if tensor is None:
+            continue
+        names = pattern.split()
+        leading = names[0] == "..."
+        names = names[1:] if leading else names
+        shape = tuple(tensor.shape)
+        wrong = len(shape) < len(names) if leading else len(shape) != len(names)
+        if wrong:
+            raise ValueError(f"{argument} must have shape {_spell(pattern)}, got {shape}")
+        for name, size in zip(names, shape[len(shape) - len(names) :]):
+            if name not in sizes:
+                sizes[name] = size
+                first[name] = argument
+            elif sizes[name] != size:
+                raise ValueError(
+                    f"{argument} must have shape {_spell(pattern)} with {name} = {sizes[name]} "
+                    f"as in {first[name]}, got {shape}"
+                )
+    return sizes
+
+
+def _spell(pattern: str) -> str:
+    names = pattern.split()
+    return f"({', '.join(names)}{',' if len(names) == 1 else ''})"
+
+
+def check_floating(**arguments: Tensor | None) -> None:
+    """Raise unless every tensor given is of a floating-point dtype."""
+    for argument, tensor in arguments.items():
+        if tensor is not None and not tensor.is_floating_point():
+            raise ValueError(f"{argument} must be floating point, got {tensor.dtype}")
+
+
+def check_one_of(argument: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Raise unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{argument} must be one of {allowed}, got {value!r}")
+
+
+def check_integer(argument: str, value: object, *, least: int) -> None:
+    """Raise unless `value` is an int (not a bool) of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < least:
+        raise ValueError(f"{argument} must be an integer of at least {least}, got {value!r}")
+
+
+def check_flag(argument: str, value: object) -> None:
+    """Raise unless `value` is a bool."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{argument} must be True or False, got {value!r}")

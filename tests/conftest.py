@@ -1,0 +1,46 @@
+"""Settings of every test: seeds, threads, hypothesis, and poisoned uninitialised memory."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile(
+    "brickwork", deadline=None, derandomize=True, max_examples=25, database=None
+)
+hypothesis.settings.load_profile("brickwork")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _poison_uninitialised_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill `torch.empty*` with NaN when a kernel calls it, so that unwritten entries show."""
+
+    def poisoned(original):
+        def make(*args, **kwargs):
+            out = original(*args, **kwargs)
+            if sys._getframe(1).f_globals.get("__name__", "").startswith("brickwork.kernels"):
+                if out.is_floating_point() and out.device.type == "cpu":
+                    out.fill_(float("nan"))
+            return out
+
+        return make
+
+    if "empty" in _LEFT_ALONE:
+        return
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+
+
+_LEFT_ALONE: set[str] = set()

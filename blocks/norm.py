@@ -108,4 +108,5 @@ class AddNorm(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return f"{self.dim}, kind={self.kind!r}, eps={self.eps}, residual_in_fp32={self.residual_in_fp32}"
+        fp32 = self.residual_in_fp32
+        return f"{self.dim}, kind={self.kind!r}, eps={self.eps}, residual_in_fp32={fp32}"

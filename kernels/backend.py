@@ -14,8 +14,8 @@ An op's name is its meaning; `backend=` only says how it is computed:
 | `causal_conv1d` | the causal-conv1d package                                           |
 
 A named backend never falls back: it runs or raises `BackendUnavailable` with the reason.
-`python -m brickwork.kernels.backend` (`--json`) is the doctor: versions, devices, and for every op and
-backend whether it is usable here or why not.
+`python -m brickwork.kernels.backend` (`--json`) is the doctor: versions, devices, and for every op
+and backend whether it is usable here or why not.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def choose(op: str, backend: str, **reasons: Callable[[], str | None]) -> str:
 
 @torch.compiler.assume_constant_result
 def unavailable(package: str) -> str | None:
-    """Why `package` cannot be imported here, or None if it can; found by really importing it, once."""
+    """Why `package` cannot be imported here, or None if it can; found by importing it, once."""
     if package not in _availability:
         try:
             importlib.import_module(package)

@@ -1,4 +1,4 @@
-"""Checks of arguments that several ops share; each error names the argument, its value and the rule."""
+"""Checks of arguments that several ops share; each error names the argument, value and rule."""
 
 from __future__ import annotations
 

@@ -60,7 +60,9 @@ def assert_close(
     rtol = 2 * torch.finfo(stored).eps
     error = (actual - expected).abs() - rtol * expected.abs()
     worst = error.max().item()
-    assert worst <= atol, f"{name}: off by {worst:.3e} beyond {rtol:.1e} relative; allowed {atol:.3e}"
+    assert worst <= atol, (
+        f"{name}: off by {worst:.3e} beyond {rtol:.1e} relative; allowed {atol:.3e}"
+    )
 
 
 def gradients(

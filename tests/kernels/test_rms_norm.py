@@ -33,8 +33,10 @@ def test_scale_invariance_and_gradient_orthogonal_to_x(shape, factor):
     y = rms_norm(x, weight, eps=0.0)
     assert_close(rms_norm(x * factor, weight, eps=0.0), y, terms=shape[1])
     (dx,) = torch.autograd.grad(y, x, torch.randn_like(y))
-    along = (dx * x).sum(-1)
-    assert_close(along, torch.zeros_like(along), terms=shape[1], scale=(dx * x).abs().max().item() + 1)
+    terms = dx * x
+    along = terms.sum(-1)
+    scale = terms.abs().max().item() + 1
+    assert_close(along, torch.zeros_like(along), terms=shape[1], scale=scale)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -79,11 +81,11 @@ def test_compiles_to_one_graph():
 
 def test_errors():
     x = torch.randn(2, 4)
-    with pytest.raises(ValueError, match=r"weight must have shape \(C,\) with C = 4 as in x, got \(5,\)"):
+    with pytest.raises(ValueError, match=r"weight must have shape \(C,\) .* as in x, got \(5,\)"):
         rms_norm(x, torch.ones(5))
     with pytest.raises(ValueError, match=r"x must be floating point, got torch\.int64"):
         rms_norm(x.long(), torch.ones(4))
-    with pytest.raises(ValueError, match="cast must be one of .* got 'later'"):
+    with pytest.raises(ValueError, match=r"cast must be one of .* got 'later'"):
         rms_norm(x, torch.ones(4), cast="later")
     with pytest.raises(ValueError, match=r"eps must be a finite number of at least 0, got -1\.0"):
         rms_norm(x, torch.ones(4), eps=-1.0)

@@ -120,8 +120,8 @@ def selective_scan_reference(
         step = step_sizes(delta.to(dtype), delta_bias, softplus)
         wide, B, C = x.to(dtype), B.to(dtype), C.to(dtype)
         if mask is not None:
-            step, wide = _keep(step, mask), _keep(wide, mask)
-            B, C = _keep(B, mask), _keep(C, mask)
+            step, wide = keep_real(step, mask), keep_real(wide, mask)
+            B, C = keep_real(B, mask), keep_real(C, mask)
         B, C = (t.unsqueeze(2) if t.dim() == 3 else t for t in (B, C))
         G = B.shape[2]
         decay_rate = rearrange(A.to(dtype), "(g k) n -> g k n", g=G)
@@ -143,7 +143,7 @@ def selective_scan_reference(
         if D is not None:
             y = y + D.to(dtype) * wide
         if z is not None:
-            gate = z.to(dtype) if mask is None else _keep(z.to(dtype), mask)
+            gate = z.to(dtype) if mask is None else keep_real(z.to(dtype), mask)
             y = y * torch.nn.functional.silu(gate)
         return SelectiveScanOutput(y.to(x.dtype), state.reshape(x.shape[0], x.shape[2], N))
 
@@ -202,6 +202,6 @@ def check_scan(
     return sizes["B"], sizes["T"]
 
 
-def _keep(tensor: Tensor, mask: Tensor) -> Tensor:
+def keep_real(tensor: Tensor, mask: Tensor) -> Tensor:
     """`tensor` (B, T, ...) with zeros at masked tokens, whatever was there."""
     return tensor.masked_fill(~mask.reshape(mask.shape + (1,) * (tensor.dim() - 2)), 0)

@@ -54,12 +54,13 @@ clean: ## remove the environment and everything generated
 $(PY):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "brickwork needs Python >= 3.10, and $(PYTHON) is not one; try: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "$(PYTHON) could not make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 
 # One stamp per extra; a changed setup.cfg or constraints.txt installs again.
 $(VENV)/.has-%: setup.cfg pyproject.toml constraints.txt | $(PY)
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]' || { \
+	@echo "Installing brickwork[$*] with what it needs into $(VENV) (the first time takes a few minutes)"
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]' || { \
 	  echo "The packages of brickwork[$*] could not be installed (pip's message is above). They come from a" >&2; \
 	  echo "package index: check the network, or point pip at another index or at a folder of wheels with" >&2; \
 	  echo "PIP_INDEX_URL or PIP_FIND_LINKS; then run make again." >&2; exit 1; }

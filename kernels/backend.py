@@ -128,3 +128,9 @@ def autocast_off(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     if not torch.amp.is_autocast_available(device):
         return contextlib.nullcontext()
     return torch.autocast(device, enabled=False)
+
+
+if __name__ == "__main__":
+    from brickwork.kernels.doctor import main
+
+    main()

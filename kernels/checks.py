@@ -70,3 +70,16 @@ def check_flag(argument: str, value: object) -> None:
     """Raise unless `value` is a bool."""
     if not isinstance(value, bool):
         raise ValueError(f"{argument} must be True or False, got {value!r}")
+
+
+def values_readable(tensor: Tensor) -> bool:
+    """Whether a check may read `tensor`'s values: not while tracing, compiling or exporting, nor on
+    meta, fake or batched tensors, nor while a CUDA graph is captured."""
+    return (
+        type(tensor) is Tensor  # fake and distributed tensors are subclasses
+        and not tensor.is_meta
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and not torch._C._functorch.is_batchedtensor(tensor)
+        and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    )

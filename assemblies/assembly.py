@@ -1,0 +1,127 @@
+"""What the three assemblies share: their checkpoints, their inputs, and checkpointed layers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from brickwork.assemblies.checkpoint import (
+    Rename,
+    from_original,
+    load_config,
+    open_checkpoint,
+    original_name,
+    save_checkpoint,
+    to_original,
+)
+from brickwork.assemblies.config import Config
+
+AssemblyType = TypeVar("AssemblyType", bound="Assembly")
+
+
+class Assembly(nn.Module):
+    """Base of the assemblies: an `nn.Module` that loads and saves an original's checkpoint.
+
+    A subclass names its config and its rename table, and lays blocks.
+    """
+
+    config_class: ClassVar[type[Config]]
+    table: ClassVar[tuple[Rename, ...]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradient_checkpointing = False
+
+    def aliases(self) -> dict[str, str]:
+        """The original's further names of tied tensors, each with the name it shares."""
+        unique = dict(self.named_parameters())
+        first = {id(parameter): name for name, parameter in unique.items()}
+        everything = self.named_parameters(remove_duplicate=False)
+        return {
+            original_name(name, self.table): original_name(first[id(parameter)], self.table)
+            for name, parameter in everything
+            if name not in unique
+        }
+
+    def reset_parameters(self) -> None:
+        """Initialise every block by its own rule; a subclass then adds the model's.
+
+        After `model.to_empty(device=...)` this makes a model built on the meta device whole.
+        """
+        for module in reversed(list(self.modules())[1:]):  # children first: parents refine them
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+    def original_state_dict(self) -> dict[str, Tensor]:
+        """The parameters under the original's names, tied ones under each of their names."""
+        ours = {name: p.detach() for name, p in self.named_parameters()}
+        return to_original(ours, self.table, self.aliases())
+
+    def load_original_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copy an original's tensors into the parameters, which keep their dtype and device.
+
+        Of a tied tensor one name is enough. Nothing is changed unless everything fits.
+
+        Raises:
+            ValueError: naming every missing, unexpected, misshapen or contradictory entry.
+        """
+        parameters = dict(self.named_parameters())
+        shapes = {name: p.shape for name, p in parameters.items()}
+        loaded = from_original(state, shapes, self.table, self.aliases())
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(loaded[name])
+
+    @classmethod
+    def from_pretrained(
+        cls: type[AssemblyType],
+        folder: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> AssemblyType:
+        """A model in eval mode from `config.json` and the safetensors files in `folder`.
+
+        Parameters take `dtype`, or keep each tensor's own (None).
+
+        Raises:
+            ImportError: safetensors is not installed.
+            FileNotFoundError: a file is missing.
+            ValueError: a file is corrupt, or its entries or config do not fit; all are named.
+        """
+        config = cls.config_class.from_dict(load_config(folder))
+        with torch.device("meta"):
+            model = cls(config)  # type: ignore[call-arg]
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        with open_checkpoint(folder) as state:
+            loaded = from_original(state, shapes, cls.table, model.aliases())
+        for name, tensor in loaded.items():
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor))
+        return model.to(device=device, dtype=dtype).eval()
+
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9
+    ) -> None:
+        """Write `config.json` and safetensors files under the original's names, each tensor once.
+
+        Raises:
+            ImportError: safetensors is not installed.
+            OSError: they could not be written; what stood in `folder` before is untouched.
+        """
+        aliases = self.aliases()
+        state = {n: t for n, t in self.original_state_dict().items() if n not in aliases}
+        save_checkpoint(folder, self.config.to_dict(), state, max_shard_bytes=max_shard_bytes)
+
+    def run_layer(self, layer: nn.Module, *args: Any, **options: Any) -> Any:
+        """Call a layer, recomputing it in the backward pass if `gradient_checkpointing` is set."""
+        if not (self.gradient_checkpointing and self.training and torch.is_grad_enabled()):
+            return layer(*args, **options)
+        if options.get("cache") is not None:
+            raise ValueError("cache must be None while gradient_checkpointing trains the model")
+        return checkpoint(layer, *args, use_reentrant=False, **options)

@@ -1,0 +1,83 @@
+"""What an assembly's forward is given: embedding, checks, and next-token targets."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from brickwork.kernels.checks import check_shapes
+
+
+def embed(
+    embedding: nn.Embedding,
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    labels: Tensor | None = None,
+    *,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """The embedded input (B, T, C), from ids or as given; exactly one of them.
+
+    Raises:
+        ValueError: both or neither given, a wrong shape or dtype, or ids outside the vocabulary
+            (looked at on the CPU only, where it costs no synchronisation).
+    """
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+    if input_ids is None:
+        check_shapes(inputs_embeds=(inputs_embeds, "B T C"), embedding=(embedding.weight, "V C"))
+        check_shapes(inputs_embeds=(inputs_embeds, "B T C"), labels=(labels, "B T"))
+        assert inputs_embeds is not None
+        return inputs_embeds
+    check_shapes(input_ids=(input_ids, "B T"), labels=(labels, "B T"))
+    check_ids("input_ids", input_ids, vocab_size or embedding.num_embeddings)
+    return embedding(input_ids)
+
+
+def check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
+    """Raise unless `ids` are int64 or int32 and, where looking is free, in the vocabulary."""
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{name} must be int64 or int32, got {ids.dtype}")
+    if ids.device.type != "cpu" or ids.numel() == 0 or torch.compiler.is_compiling():
+        return
+    if type(ids) is Tensor and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise ValueError(
+            f"{name} must be in [0, {vocab_size}), got {int(ids.min())} to {int(ids.max())}"
+        )
+
+
+def check_mask(name: str, mask: Tensor | None, like: Tensor) -> Tensor | None:
+    """A (B, T) mask of the batch as bool: 1 or True is real; None stays None."""
+    if mask is None:
+        return None
+    check_shapes(inputs=(like, "B T C"), **{name: (mask, "B T")})
+    if mask.dtype == torch.bool:
+        return mask
+    looked_at = mask.device.type == "cpu" and type(mask) is Tensor
+    if looked_at and not torch.compiler.is_compiling() and not ((mask == 0) | (mask == 1)).all():
+        raise ValueError(f"{name} must be 0 (padding) or 1 (real) everywhere")
+    return mask != 0
+
+
+def next_token_labels(
+    labels: Tensor, *, mask: Tensor | None = None, seq_ids: Tensor | None = None
+) -> Tensor:
+    """The target of every position: the next position's label, -100 where there is none to score.
+
+    Arguments:
+        labels: (B, T), -100 where the token is not to be predicted.
+        mask: (B, T), True for real tokens; nothing is predicted from or at padding.
+        seq_ids: (B, T); nothing is predicted across the border of two packed sequences.
+
+    Returns:
+        (B, T).
+
+    >>> next_token_labels(torch.tensor([[5, 6, 7]]))
+    tensor([[   6,    7, -100]])
+    """
+    ahead = labels[:, 1:]
+    if mask is not None:
+        ahead = ahead.masked_fill(~(mask[:, :-1] & mask[:, 1:]), -100)
+    if seq_ids is not None:
+        ahead = ahead.masked_fill(seq_ids[:, :-1] != seq_ids[:, 1:], -100)
+    return torch.nn.functional.pad(ahead, (0, 1), value=-100)

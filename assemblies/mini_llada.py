@@ -1,0 +1,119 @@
+"""MiniLLaDA: a masked-diffusion language model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from brickwork.assemblies.assembly import Assembly
+from brickwork.assemblies.checkpoint import Rename
+from brickwork.assemblies.inputs import check_mask, embed
+from brickwork.assemblies.mini_llada_config import MiniLLaDAConfig
+from brickwork.assemblies.outputs import MiniLLaDAOutput
+from brickwork.blocks.attention import Attention
+from brickwork.blocks.masked_diffusion import MaskedDiffusion, Noise
+from brickwork.blocks.norm import RMSNorm
+from brickwork.blocks.rope import RoPE
+from brickwork.blocks.swiglu import SwiGLU
+
+
+class Block(nn.Module):
+    """`x += attention(norm1(x)); x += mlp(norm2(x))`."""
+
+    def __init__(self, config: MiniLLaDAConfig, rope: RoPE) -> None:
+        super().__init__()
+        dim, eps = config.dim, config.norm_eps
+        self.norm1 = RMSNorm(dim, eps=eps)
+        self.attention = Attention(dim, num_heads=config.head, rope=rope)
+        self.norm2 = RMSNorm(dim, eps=eps)
+        self.mlp = SwiGLU(dim, hidden_dim=config.intermediate_size)
+
+    def forward(self, x: Tensor, **where: Any) -> Tensor:
+        x = x + self.attention(self.norm1(x), **where)
+        return x + self.mlp(self.norm2(x))
+
+
+class MiniLLaDA(Assembly):
+    """Masked-diffusion language model of pre-norm blocks with bidirectional attention.
+
+    Paper: Nie et al., *Large Language Diffusion Models*, 2025.
+
+    >>> config = MiniLLaDAConfig(vocab_size=9, dim=8, depth=1, head=2, intermediate_size=8)
+    >>> model = MiniLLaDA(config)
+    >>> ids = torch.tensor([[1, 2, 3, 5]])
+    >>> model(ids).logits.shape, model(ids, labels=ids).loss.isfinite().item()
+    (torch.Size([1, 4, 9]), True)
+    """
+
+    config_class = MiniLLaDAConfig
+    table = (
+        Rename("layers.{i}.attention.*", "network.layers.{i}.mha.*"),
+        Rename("layers.{i}.mlp.gate_up.*", "network.layers.{i}.gate_up_proj.*"),
+        Rename("layers.{i}.mlp.down.*", "network.layers.{i}.down_proj.*"),
+        Rename("*", "network.*"),
+    )
+
+    def __init__(self, config: MiniLLaDAConfig) -> None:
+        super().__init__()
+        self.config = config
+        head_dim = config.dim // config.head
+        rope = RoPE(head_dim, layout="interleaved", max_positions=config.max_seq_len)
+        self.embed = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config, rope) for _ in range(config.depth))
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.diffusion = MaskedDiffusion(
+            mask_token_id=config.mask_token_id,
+            eps=config.diffusion_eps,
+            weighting=config.weighting,
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise every block by its own rule; embedding N(0, 0.02)."""
+        super().reset_parameters()
+        nn.init.normal_(self.embed.weight, std=0.02)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        seq_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        noise: Noise | None = None,
+        generator: torch.Generator | None = None,
+        output_hidden_states: bool = False,
+    ) -> MiniLLaDAOutput:
+        """Logits of `input_ids`; with `labels`, of their noised copy, and its loss.
+
+        Arguments:
+            input_ids: (B, T), or inputs_embeds (B, T, C), without labels then.
+            attention_mask: (B, T), 1 or True for real tokens.
+            seq_ids: (B, T), packed sequences: tokens attend within equal ids.
+            labels: (B, T); tokens whose label is not -100 may be masked. Targets are input_ids.
+            noise: the masked copy to score, instead of a new draw from `generator`.
+        """
+        if labels is not None:
+            if input_ids is None:
+                raise ValueError("labels need input_ids: they are what is masked and predicted")
+            maskable = labels != -100
+            if attention_mask is not None:
+                maskable &= attention_mask != 0
+            noise = noise or self.diffusion.noise(input_ids, maskable, generator=generator)
+        elif noise is not None:
+            raise ValueError("noise needs labels: without them input_ids are taken as they are")
+        ids = input_ids if noise is None else noise.noisy_ids
+        x = embed(self.embed, ids, inputs_embeds, labels)
+        mask = check_mask("attention_mask", attention_mask, x)
+        states = [x]
+        for layer in self.layers:
+            x = self.run_layer(layer, x, mask=mask, seq_ids=seq_ids)
+            states.append(x)
+        states[-1] = x = self.norm(x)
+        logits = self.head(x)
+        loss = None if noise is None else self.diffusion.loss(logits, input_ids, noise)
+        return MiniLLaDAOutput(logits, loss, noise, tuple(states) if output_hidden_states else None)

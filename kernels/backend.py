@@ -100,7 +100,6 @@ def choose(op: str, backend: str, **reasons: Callable[[], str | None]) -> str:
     return backend
 
 
-@torch.compiler.assume_constant_result
 def unavailable(package: str) -> str | None:
     """Why `package` cannot be imported here, or None if it can; found by importing it, once."""
     if package not in _availability:
@@ -110,6 +109,10 @@ def unavailable(package: str) -> str | None:
         except Exception as error:  # a broken binary package raises anything, ImportError or not
             _availability[package] = f"import {package} failed: {type(error).__name__}: {error}"
     return _availability[package]
+
+
+# What torch.compiler.assume_constant_result sets; calling that imports the whole of torch._dynamo.
+unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:

@@ -20,7 +20,7 @@ CHUNK = 64
 
 
 class SSDScanOutput(NamedTuple):
-    """`y` (B, T, H, P) in x's dtype, `final_state` (B, H, P, N) in float32 (float64 for float64)."""
+    """`y` (B, T, H, P) in x's dtype, `final_state` (B, H, P, N) in float32 (or float64)."""
 
     y: Tensor
     final_state: Tensor

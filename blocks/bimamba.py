@@ -1,0 +1,143 @@
+"""A Mamba mixer that reads its sequence in both directions."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from brickwork.blocks.mamba1 import Mamba1
+from brickwork.blocks.mamba_mixer import MambaMixer, check_tokens, zero_padding
+from brickwork.kernels.checks import check_flag, check_one_of
+from brickwork.kernels.sequences import check_mask
+
+Combine = Literal["add", "multiply"]
+TIED = ("in_proj", "out_proj")
+
+
+class BiMamba(nn.Module):
+    """Two Mamba mixers, one reading forwards and one backwards.
+
+    `y = combine(fwd(x), flip(rev(flip(x))))`, the sum or the element-wise product. Nothing is
+    flipped: the reverse mixer's convolution and scan run from right to left. With `tie`, both
+    share `in_proj` and `out_proj` (one module each) and nothing else; a tied in_proj is applied
+    once, and with `"add"` so is out_proj, to the sum (its bias counts twice).
+
+    Papers: Gu and Dao, *Mamba*, 2023; Wang et al., *Long-context Protein Language Modeling Using
+    Bidirectional Mamba with Shared Projection Layers*, 2024.
+
+    Arguments:
+        dim: width C.
+        mixer: `Mamba1`, `Mamba2` or another `MambaMixer`.
+        combine: `"add"` or `"multiply"`.
+        tie: share the projections.
+        mixer_options: keyword arguments of both mixers.
+
+    Called with x (B, T, C), `mask` (B, T) and `seq_ids` (B, T) as a mixer is; returns (B, T, C),
+    0 at masked tokens. A real token's result does not depend on the padding, on its side, or on
+    what else is packed beside its sequence.
+
+    A checkpoint may hold either copy of a tied parameter, or both if they are equal.
+    Raises ValueError for other shapes, a `state` (a token depends on those to its right, so
+    nothing can be continued), and a checkpoint whose two copies differ.
+
+    >>> block = BiMamba(8, d_state=4)
+    >>> block.mamba_rev.in_proj is block.mamba_fwd.in_proj
+    True
+    >>> block(torch.randn(2, 5, 8)).shape
+    torch.Size([2, 5, 8])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        mixer: type[MambaMixer] = Mamba1,
+        combine: Combine = "add",
+        tie: bool = True,
+        **mixer_options: Any,
+    ) -> None:
+        super().__init__()
+        check_one_of("combine", combine, ("add", "multiply"))
+        check_flag("tie", tie)
+        if not (isinstance(mixer, type) and issubclass(mixer, MambaMixer)):
+            raise ValueError(f"mixer must be a MambaMixer class such as Mamba1, got {mixer!r}")
+        build: Any = mixer
+        self.dim = dim
+        self.combine: Combine = combine
+        self.tie = tie
+        self.mamba_fwd: MambaMixer = build(dim, **mixer_options)
+        self.mamba_rev: MambaMixer = build(dim, **mixer_options)
+        if tie:
+            for name in TIED:
+                setattr(self.mamba_rev, name, getattr(self.mamba_fwd, name))
+
+    def reset_parameters(self) -> None:
+        """Draw both mixers anew."""
+        self.mamba_fwd.reset_parameters()
+        self.mamba_rev.reset_parameters()
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        seq_ids: Tensor | None = None,
+        state: None = None,
+    ) -> Tensor:
+        if state is not None:
+            raise ValueError(
+                "state must be None: a bidirectional mixer reads tokens to the right, "
+                "so it cannot go on from a state or cache"
+            )
+        check_tokens(x, self.dim)
+        mask = check_mask(mask, (x.shape[0], x.shape[1]))
+        fwd, rev = self.mamba_fwd, self.mamba_rev
+        projected = fwd.in_proj(x)
+        y_fwd = fwd.mix(projected, mask=mask, seq_ids=seq_ids)
+        if not self.tie:
+            projected = rev.in_proj(x)
+        y_rev = rev.mix(projected, mask=mask, seq_ids=seq_ids, reverse=True)
+        bias = fwd.out_proj.bias
+        if self.tie and self.combine == "add":
+            y = fwd.out_proj(y_fwd + y_rev)
+            y = y if bias is None else y + bias
+        elif self.combine == "add":
+            y = fwd.out_proj(y_fwd) + rev.out_proj(y_rev)
+        else:
+            y = fwd.out_proj(y_fwd) * rev.out_proj(y_rev)
+        return zero_padding(y, mask, bias)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        if self.tie:
+            for module in TIED:
+                for name, _ in getattr(self.mamba_fwd, module).named_parameters():
+                    _share(state_dict, *(f"{prefix}{side}.{module}.{name}" for side in _SIDES))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, combine={self.combine!r}, tie={self.tie}"
+
+
+_SIDES = ("mamba_fwd", "mamba_rev")
+
+
+def _share(state_dict: dict[str, Any], first: str, second: str) -> None:
+    """Fill in the missing one of two entries that are one parameter; ValueError if they differ."""
+    one, other = state_dict.get(first), state_dict.get(second)
+    if one is None and other is not None:
+        state_dict[first] = other
+    elif other is None and one is not None:
+        state_dict[second] = one
+    elif one is not None and other is not None and not _equal(one, other):
+        raise ValueError(
+            f"{first} and {second} are one tied parameter, but the checkpoint has "
+            "two different values; load it into BiMamba(tie=False) or drop one of them"
+        )
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.is_meta or other.is_meta or torch.equal(one, other)

@@ -4,6 +4,8 @@ from brickwork.blocks.bimamba import BiMamba as BiMamba
 from brickwork.blocks.mamba1 import Mamba1 as Mamba1
 from brickwork.blocks.mamba2 import Mamba2 as Mamba2
 from brickwork.blocks.mamba_mixer import MambaState as MambaState
+from brickwork.blocks.masked_diffusion import MaskedDiffusion as MaskedDiffusion
+from brickwork.blocks.masked_diffusion import Noise as Noise
 from brickwork.blocks.norm import AddNorm as AddNorm
 from brickwork.blocks.norm import RMSNorm as RMSNorm
 from brickwork.blocks.residual import Residual as Residual

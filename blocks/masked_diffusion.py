@@ -1,0 +1,312 @@
+"""Masked diffusion: the noise, the training loss, the likelihood.
+
+Shapes: B rows, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from brickwork.blocks import diffusion_sampler
+from brickwork.blocks.diffusion_canvas import (
+    as_mask,
+    check_ids,
+    cut_vocabulary,
+    free_to_look_at,
+    left_align,
+    model_logits,
+    row_generators,
+)
+from brickwork.kernels.backend import autocast_off, compute_dtype
+from brickwork.kernels.checks import check_floating, check_integer, check_one_of, check_shapes
+
+Weighting = Literal["elbo", "uniform"]
+Denominator = Literal["row", "batch", "tokens"]
+
+
+class Noise(NamedTuple):
+    """A masked copy of a batch, each field (B, T).
+
+    `noisy_ids` are the ids with the mask token where `mask` is True, `p` the probability with which
+    each position was masked: 0 where it was not maskable.
+    """
+
+    noisy_ids: Tensor
+    mask: Tensor
+    p: Tensor
+
+
+class MaskedDiffusion:
+    """Diffusion over token sequences whose noise is a mask token. It has no parameters.
+
+    Training draws t ~ U(0, 1) for each row, masks each maskable token with probability
+    `p = (1 - eps) t + eps`, and scores the model's prediction of the *same* position (no shift):
+    `loss = Σ_masked CE / p`, divided by the number of maskable tokens (`weighting="elbo"`, an upper
+    bound on the negative log-likelihood per token), or the plain mean of CE over the masked tokens
+    (`weighting="uniform"`).
+
+    Papers: Nie et al., *Large Language Diffusion Models*, 2025; Sahoo et al., *Simple and Effective
+    Masked Diffusion Language Models*, 2024; Ou et al., *Your Absorbing Discrete Diffusion Secretly
+    Models the Conditional Distributions of Clean Data*, 2024.
+
+    Arguments:
+        mask_token_id: the id that stands for noise.
+        eps: the least masking probability, in [0, 1). Default: 1e-3 for `"elbo"`, 0 (`p = t`) for
+            `"uniform"`.
+        weighting: `"elbo"` or `"uniform"`.
+        vocab_size: how many columns of the logits are tokens; further ones, which only pad the
+            head, take no probability anywhere. Default: all are.
+
+    Which tokens are real or maskable is what the masks say; nothing is inferred from an id.
+
+    >>> diffusion = MaskedDiffusion(mask_token_id=4)
+    >>> ids = torch.tensor([[3, 1, 2, 0]])
+    >>> noise = diffusion.noise(ids, t=torch.tensor([0.5]), u=torch.tensor([[0.9, 0.2, 0.4, 0.7]]))
+    >>> noise.noisy_ids
+    tensor([[3, 4, 4, 0]])
+    >>> diffusion.loss(torch.zeros(1, 4, 5), ids, noise)  # 2 masked · ln 5 / p, over 4 tokens
+    tensor(1.6078)
+    """
+
+    def __init__(
+        self,
+        *,
+        mask_token_id: int,
+        eps: float | None = None,
+        weighting: Weighting = "elbo",
+        vocab_size: int | None = None,
+    ) -> None:
+        check_integer("mask_token_id", mask_token_id, least=0)
+        check_one_of("weighting", weighting, ("elbo", "uniform"))
+        if eps is None:
+            eps = 1e-3 if weighting == "elbo" else 0.0
+        if isinstance(eps, bool) or not 0 <= eps < 1:
+            raise ValueError(f"eps must be in [0, 1), got {eps!r}")
+        if vocab_size is not None:
+            check_integer("vocab_size", vocab_size, least=1)
+        self.mask_token_id = mask_token_id
+        self.eps = eps
+        self.weighting: Weighting = weighting
+        self.vocab_size = vocab_size
+
+    def __repr__(self) -> str:
+        return (
+            f"MaskedDiffusion(mask_token_id={self.mask_token_id}, eps={self.eps}, "
+            f"weighting={self.weighting!r}, vocab_size={self.vocab_size})"
+        )
+
+    def noise(
+        self,
+        input_ids: Tensor,
+        maskable: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
+        t: Tensor | None = None,
+        u: Tensor | None = None,
+    ) -> Noise:
+        """Mask each maskable token of a row with the row's probability.
+
+        Arguments:
+            input_ids: (B, T) int64 or int32.
+            maskable: (B, T) bool or 0/1, True where a token may be masked and is to be predicted
+                (for instance `labels != -100`, padding excluded). Default: everywhere.
+            generator: source of t and u; equal seeds give equal noise on every device.
+            t: (B,) in [0, 1] instead of a draw from U(0, 1].
+            u: (B, T) in [0, 1) instead of a draw; a token is masked where u < p.
+
+        Raises:
+            ValueError: a wrong shape or dtype, or a t that gives no masking probability above 0.
+        """
+        check_ids("input_ids", input_ids)
+        allowed = as_mask("maskable", maskable, input_ids)
+        check_floating(t=t, u=u)
+        check_shapes(input_ids=(input_ids, "B T"), t=(t, "B"), u=(u, "B T"))
+        if t is not None and free_to_look_at(t):
+            possible = (t >= 0) & (t <= 1) & ((1 - self.eps) * t + self.eps > 0)
+            if not possible.all():
+                raise ValueError(f"t must be in [0, 1], above 0 where eps is 0, got {t}")
+        device = input_ids.device if generator is None else generator.device
+        rows, tokens = input_ids.shape
+        if t is None:
+            t = 1 - torch.rand(rows, generator=generator, device=device)
+        if u is None:
+            u = torch.rand(rows, tokens, generator=generator, device=device)
+        t, u = t.to(input_ids.device), u.to(input_ids.device)
+        p = ((1 - self.eps) * t + self.eps)[:, None].expand_as(u)
+        mask = u < p
+        if allowed is not None:
+            p = p.masked_fill(~allowed, 0)
+            mask = mask & allowed
+        return Noise(input_ids.masked_fill(mask, self.mask_token_id), mask, p)
+
+    def token_weights(self, noise: Noise, *, denominator: Denominator | None = None) -> Tensor:
+        """The weight (B, T) of each token's cross-entropy: `loss = Σ weight · CE`.
+
+        For a loss that never holds the logits give them, flattened, to
+        `brickwork.kernels.cross_entropy` as `weights` with `reduction="sum"`.
+
+        A masked token weighs 1 / p (`"elbo"`, with the p that it was masked with) or 1
+        (`"uniform"`), divided according to `denominator`, where a row *counts* its maskable tokens
+        (`"elbo"`) or its masked ones (`"uniform"`):
+
+        - `"row"`: by the row's count; then the mean over rows that count any. Rows weigh the same.
+        - `"batch"`: by the number of rows with a maskable token: the mean over rows of their sums.
+        - `"tokens"`: by the count of the batch. Tokens weigh the same.
+
+        Default: `"row"` for `"elbo"`, `"tokens"` (the plain mean) for `"uniform"`.
+        """
+        if denominator is None:
+            denominator = "row" if self.weighting == "elbo" else "tokens"
+        check_one_of("denominator", denominator, ("row", "batch", "tokens"))
+        check_shapes(**{"noise.mask": (noise.mask, "B T"), "noise.p": (noise.p, "B T")})
+        p, mask = noise.p, noise.mask
+        maskable = p > 0
+        weights = mask.to(p.dtype)
+        if self.weighting == "elbo":
+            weights = weights / p.masked_fill(~mask, 1)
+        count = (maskable if self.weighting == "elbo" else mask).sum(1, keepdim=True)
+        if denominator == "row":
+            return weights / (count.clamp(min=1) * (count > 0).sum().clamp(min=1))
+        whole = maskable.any(1).sum() if denominator == "batch" else count.sum()
+        return weights / whole.clamp(min=1)
+
+    def loss(
+        self,
+        logits: Tensor,
+        input_ids: Tensor,
+        noise: Noise,
+        *,
+        denominator: Denominator | None = None,
+    ) -> Tensor:
+        """The weighted cross-entropy () of the masked tokens, 0 with a graph if none is masked.
+
+        Arguments:
+            logits: (B, T, V) for `noise.noisy_ids`, any floating dtype; position i predicts token
+                i. What they hold where nothing is masked, NaN included, has no effect.
+            input_ids: (B, T), the tokens before the noise: the targets.
+            noise: what `noise(input_ids, ...)` returned.
+            denominator: `"row"`, `"batch"` or `"tokens"`, see `token_weights`.
+
+        Returns:
+            (), in float32 (float64 for float64 logits), also under autocast.
+
+        Raises:
+            ValueError: a wrong shape or dtype, or (looked at on the CPU only, where it stalls
+                nothing) a masked target outside the vocabulary.
+        """
+        check_ids("input_ids", input_ids)
+        check_floating(logits=logits)
+        check_shapes(
+            input_ids=(input_ids, "B T"),
+            logits=(logits, "B T V"),
+            **{"noise.mask": (noise.mask, "B T"), "noise.p": (noise.p, "B T")},
+        )
+        with autocast_off(logits):
+            losses = self._cross_entropy(logits, input_ids, noise.mask)
+            weights = self.token_weights(noise, denominator=denominator)
+            return (losses * weights.to(losses.dtype)).sum()
+
+    @torch.no_grad()
+    def log_likelihood(
+        self,
+        model: Callable[..., Any],
+        input_ids: Tensor,
+        maskable: Tensor | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        num_samples: int = 128,
+        batch_size: int = 32,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Estimate each row's ELBO: a lower bound on log p(maskable tokens | the others), in nats.
+
+        `E_k E_{S, |S| = k} [ l/k Σ_{i in S} log p(x_i | x outside S) ]`, k uniform on 1..l for a
+        row of l maskable tokens: equal in expectation to the t-integral `-E_t [Σ_masked CE / t]`
+        at eps = 0 and to the any-order autoregressive log-likelihood, averaged over all orders,
+        but of less variance. One k is drawn in each of `num_samples` equal strata. Unbiased.
+
+        Arguments:
+            model: as for `sample`; no gradient is recorded.
+            input_ids: (B, T).
+            maskable: (B, T), the tokens to score; the others are given. Default: all real ones.
+            attention_mask: (B, T), 1 or True for real tokens, padding anywhere; never scored.
+            num_samples: masked copies of each row.
+            batch_size: how many copies are one forward pass.
+            generator: source of one seed for each row, in row order: rows one by one give a batch's
+                estimates, and padding changes nothing.
+
+        Returns:
+            (B,), float32 (float64 for float64 logits); 0 for a row with nothing to score.
+
+        Raises:
+            ValueError: a wrong shape, dtype or option, a masked target outside the vocabulary, or
+                logits of another shape from the model.
+        """
+        check_ids("input_ids", input_ids)
+        check_integer("num_samples", num_samples, least=1)
+        check_integer("batch_size", batch_size, least=1)
+        real = as_mask("attention_mask", attention_mask, input_ids)
+        wanted = as_mask("maskable", maskable, input_ids)
+        real = torch.ones_like(input_ids, dtype=torch.bool) if real is None else real
+        wanted = real if wanted is None else real & wanted
+        ids, real, wanted = left_align(input_ids, real, wanted, filler=self.mask_token_id)
+        generators = row_generators(len(ids), generator, ids.device)
+        scored = wanted.any(1).nonzero()[:, 0]
+        draws = [masked_subsets(wanted[r], num_samples, generators[r]) for r in scored.tolist()]
+        result = torch.zeros(len(ids), device=ids.device)
+        if not draws:
+            return result
+        masks = torch.cat([mask for mask, _ in draws])
+        weights = torch.cat([weight for _, weight in draws])
+        sums = []
+        for copies in torch.arange(len(masks), device=ids.device).split(batch_size):
+            row = scored[copies // num_samples]
+            noisy = ids[row].masked_fill(masks[copies], self.mask_token_id)
+            hidden = None if bool(real.all()) else real[row]
+            logits = model_logits(model, noisy, hidden, self.vocab_size)
+            losses = self._cross_entropy(logits, ids[row], masks[copies])
+            sums.append(-losses.sum(1) * weights[copies])
+        estimates = torch.cat(sums).view(-1, num_samples).mean(1)
+        return result.to(estimates.dtype).index_copy(0, scored, estimates)
+
+    sample = diffusion_sampler.sample
+
+    def _cross_entropy(self, logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+        """(B, T), in ≥ float32, 0 where `mask` is False whatever the logits hold there."""
+        logits = cut_vocabulary(logits, self.vocab_size)
+        targets = ids.long().masked_fill(~mask, 0)
+        size = logits.shape[-1]
+        if free_to_look_at(targets) and not ((targets >= 0) & (targets < size)).all():
+            raise ValueError(
+                f"input_ids must be in [0, {size}) where masked, got "
+                f"{int(targets.min())} to {int(targets.max())}"
+            )
+        hidden = logits.masked_fill(~mask[..., None], 0)  # NaN · 0 in the backward pass is NaN
+        wide = hidden.to(compute_dtype(logits))
+        losses = torch.nn.functional.cross_entropy(
+            wide.flatten(0, 1), targets.flatten(), reduction="none"
+        )
+        return losses.view(mask.shape).masked_fill(~mask, 0)
+
+
+def masked_subsets(
+    maskable_T: Tensor, num_samples: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Masks (S, T) over k random maskable places each, and their weights l / k (S,).
+
+    k is uniform on 1..l; sample s takes the k of a point in the s-th of S equal parts of [0, 1).
+    """
+    where = maskable_T.nonzero()[:, 0]
+    device, l = where.device, len(where)
+    draws = torch.rand(num_samples, generator=generator, device=device)
+    points = (torch.arange(num_samples, device=device) + draws) / num_samples
+    k = (points * l).long().clamp(max=l - 1) + 1
+    keys = torch.rand(num_samples, l, generator=generator, device=device)
+    ranks = keys.argsort(dim=1).argsort(dim=1)
+    masks = maskable_T.new_zeros(num_samples, len(maskable_T))
+    masks[:, where] = ranks < k[:, None]
+    return masks, l / k

@@ -1,6 +1,9 @@
 """Building blocks of sequence models."""
 
+from brickwork.blocks.attention import Attention as Attention
 from brickwork.blocks.bimamba import BiMamba as BiMamba
+from brickwork.blocks.kv_cache import KVCache as KVCache
+from brickwork.blocks.kv_cache import StaticKVCache as StaticKVCache
 from brickwork.blocks.mamba1 import Mamba1 as Mamba1
 from brickwork.blocks.mamba2 import Mamba2 as Mamba2
 from brickwork.blocks.mamba_mixer import MambaState as MambaState
@@ -9,3 +12,4 @@ from brickwork.blocks.masked_diffusion import Noise as Noise
 from brickwork.blocks.norm import AddNorm as AddNorm
 from brickwork.blocks.norm import RMSNorm as RMSNorm
 from brickwork.blocks.residual import Residual as Residual
+from brickwork.blocks.rope import RoPE as RoPE

@@ -191,14 +191,29 @@ def check_rotary_dim(rotary_dim: int | None, head_dim: int) -> int:
 
 def check_positions(positions_BT: Tensor, batch: int, tokens: int) -> None:
     """Raise unless positions are integers of shape (B, T), (1, T) or (T,)."""
-    if positions_BT.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-        raise ValueError(f"positions must be integers, got {positions_BT.dtype}")
+    _check_integers("positions", positions_BT)
     shape = tuple(positions_BT.shape)
     if shape not in ((batch, tokens), (1, tokens), (tokens,)):
         raise ValueError(
             f"positions must have shape (B, T), (1, T) or (T,) with B = {batch}, T = {tokens}, "
             f"got {shape}"
         )
+
+
+def check_lengths(lengths: Tensor, batch: int, tokens: int) -> None:
+    """Raise unless lengths are integers of shape (B,), (1,) or (B, T)."""
+    _check_integers("lengths", lengths)
+    shape = tuple(lengths.shape)
+    if shape not in ((batch,), (1,), (batch, tokens)):
+        raise ValueError(
+            f"lengths must have shape (B,), (1,) or (B, T) with B = {batch}, T = {tokens}, "
+            f"got {shape}"
+        )
+
+
+def _check_integers(argument: str, tensor: Tensor) -> None:
+    if tensor.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        raise ValueError(f"{argument} must be integers, got {tensor.dtype}")
 
 
 def _check(
@@ -238,7 +253,7 @@ def _angles(positions_BT: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> Tenso
     frequencies = inv_freq.to(dtype)
     if inv_freq.ndim == 2:
         frequencies = frequencies[:, None]
-    positions = positions_BT.reshape(-1, positions_BT.shape[-1]).to(dtype)
+    positions = (positions_BT if positions_BT.ndim == 2 else positions_BT[None]).to(dtype)
     return (positions[..., None] * frequencies)[:, :, None]
 
 

@@ -1,0 +1,151 @@
+"""Rotary position embedding as a block: frequencies from numbers, no state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from brickwork.blocks.rope_scaling import check_scaling, is_positive, scaled_inv_freq
+from brickwork.kernels.checks import check_integer, check_one_of, check_shapes, values_readable
+from brickwork.kernels.rope import (
+    LAYOUTS,
+    Layout,
+    check_lengths,
+    check_positions,
+    check_rotary_dim,
+    rope,
+)
+
+
+class RoPE(nn.Module):
+    """Rotary position embedding of queries and keys.
+
+    Pair i of the first R channels of a head turns by `position · inv_freq_i`,
+    `inv_freq_i = base^(-2i/R)`, changed by `scaling`; see `brickwork.kernels.rope` for the pairs.
+    The frequencies are computed in float32 from the numbers below at every call: there are no
+    parameters and no buffers, so casts, meta devices and loading cannot damage them, and a call
+    depends on its arguments alone. One module serves all layers.
+
+    Papers: Su et al., *RoFormer*, 2021; Peng et al., *YaRN*, 2023; Ding et al., *LongRoPE*,
+    2024.
+
+    Arguments:
+        head_dim: width D of a head.
+        base: the longest wavelength over 2π, in tokens.
+        layout: `"half"` or `"interleaved"`.
+        rotary_dim: R, even, at most D: later channels are left alone. None means D.
+        scaling: None, or the dict that transformers' configs call `rope_scaling` or
+            `rope_parameters`; `brickwork.blocks.rope_scaling` lists the types and their parameters.
+        max_positions: positions from here on are an error. Read from the tensor, so on a GPU each
+            call waits for it; not checked in compiled or exported code.
+
+    Called with x (B, T, H, D), positions (B, T), (1, T) or (T,) of integers and, for the types
+    whose frequencies depend on the length of a sequence (`length_dependent`: dynamic, longrope),
+    optionally `lengths`, (B,) or, where a row packs sequences, (B, T), of integers: pass the same
+    for queries and keys. By default a row's length is its own largest position + 1.
+    Returns (B, T, H, D) in x's dtype. Raises ValueError for wrong arguments, an unknown scaling
+    type, an unknown or missing parameter, and a position of `max_positions` or more.
+
+    >>> turn = RoPE(4, base=100.0)
+    >>> turn(torch.ones(1, 2, 1, 4), torch.arange(2)).squeeze()
+    tensor([[ 1.0000,  1.0000,  1.0000,  1.0000],
+            [-0.3012,  0.8952,  1.3818,  1.0948]])
+    >>> RoPE(4, scaling={"rope_type": "linear"})
+    Traceback (most recent call last):
+    ValueError: scaling of type 'linear' must have the key 'factor', got {'rope_type': 'linear'}
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        base: float = 10000.0,
+        layout: Layout = "half",
+        rotary_dim: int | None = None,
+        scaling: Mapping[str, object] | None = None,
+        max_positions: int | None = None,
+    ) -> None:
+        super().__init__()
+        check_integer("head_dim", head_dim, least=1)
+        if not is_positive(base) or base <= 1:
+            raise ValueError(f"base must be a finite number greater than 1, got {base!r}")
+        check_one_of("layout", layout, LAYOUTS)
+        if max_positions is not None:
+            check_integer("max_positions", max_positions, least=1)
+        self.head_dim = head_dim
+        self.base = float(base)
+        self.layout: Layout = layout
+        self.rotary_dim = check_rotary_dim(rotary_dim, head_dim)
+        self.max_positions = max_positions
+        self.scaling = None if scaling is None else dict(scaling)
+        self._kind, self._numbers = check_scaling(
+            {"rope_type": "default"} if scaling is None else scaling,
+            base=self.base,
+            head_dim=head_dim,
+            rotary_dim=self.rotary_dim,
+        )
+
+    def reset_parameters(self) -> None:
+        """Nothing to do: there are no parameters."""
+
+    @property
+    def length_dependent(self) -> bool:
+        """Whether the frequencies depend on the length of the sequence."""
+        return self._kind in ("dynamic", "longrope")
+
+    @property
+    def scale(self) -> float:
+        """What cos and sin are multiplied by: 1 but for yarn and longrope."""
+        return float(self._numbers.get("attention_factor", 1.0))
+
+    def inv_freq(
+        self, device: torch.device | str | None = None, lengths: Tensor | None = None
+    ) -> Tensor:
+        """Radians per token: (F,) or, for each entry of `lengths` of a length-dependent type,
+        (*lengths.shape, F). Without `lengths`: as for short sequences. F = rotary_dim / 2."""
+        exponents = torch.arange(0, self.rotary_dim, 2, device=device, dtype=torch.float32)
+        return scaled_inv_freq(
+            self._kind, self._numbers, exponents / self.rotary_dim, self.base, lengths
+        )
+
+    def forward(self, x_BTHD: Tensor, positions: Tensor, lengths: Tensor | None = None) -> Tensor:
+        size = check_shapes(x=(x_BTHD, "B T H D"))
+        if size["D"] != self.head_dim:
+            raise ValueError(
+                f"x must have heads of width head_dim = {self.head_dim}, got {tuple(x_BTHD.shape)}"
+            )
+        check_positions(positions, size["B"], size["T"])
+        self._check_limit(positions)
+        if lengths is not None:
+            check_lengths(lengths, size["B"], size["T"])
+        elif self.length_dependent and size["T"]:
+            lengths = positions.amax(-1, keepdim=positions.ndim == 1).long() + 1
+        return rope(
+            x_BTHD,
+            positions,
+            inv_freq=self.inv_freq(x_BTHD.device, lengths),
+            layout=self.layout,
+            rotary_dim=self.rotary_dim,
+            scale=self.scale,
+        )
+
+    def _check_limit(self, positions: Tensor) -> None:
+        if self.max_positions is None or not positions.numel() or not values_readable(positions):
+            return
+        largest = int(positions.max())
+        if largest >= self.max_positions:
+            raise ValueError(
+                f"positions must be below max_positions = {self.max_positions}, got {largest}"
+            )
+
+    def extra_repr(self) -> str:
+        shown = [f"{self.head_dim}, base={self.base}, layout={self.layout!r}"]
+        if self.rotary_dim != self.head_dim:
+            shown.append(f"rotary_dim={self.rotary_dim}")
+        if self.scaling is not None:
+            shown.append(f"scaling={self.scaling}")
+        if self.max_positions is not None:
+            shown.append(f"max_positions={self.max_positions}")
+        return ", ".join(shown)

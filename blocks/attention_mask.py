@@ -84,10 +84,9 @@ def default_positions(
     """
     positions = torch.arange(tokens, device=device)[None]
     if padding is not None:
-        positions = padding.long().cumsum(1) - 1
+        positions = (padding.long().cumsum(1) - 1).clamp(min=0)
     if starts is not None and tokens:
         positions = positions - torch.where(starts, positions, 0).cummax(1).values
-    positions = positions.clamp(min=0)
     following = None if cache is None else cache.next_positions()
     return positions if following is None else positions + following[:, None]
 

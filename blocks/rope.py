@@ -79,13 +79,13 @@ class RoPE(nn.Module):
         self.layout: Layout = layout
         self.rotary_dim = check_rotary_dim(rotary_dim, head_dim)
         self.max_positions = max_positions
-        self.scaling = None if scaling is None else dict(scaling)
         self._kind, self._numbers = check_scaling(
             {"rope_type": "default"} if scaling is None else scaling,
             base=self.base,
             head_dim=head_dim,
             rotary_dim=self.rotary_dim,
         )
+        self.scaling = None if scaling is None else dict(scaling)
 
     def reset_parameters(self) -> None:
         """Nothing to do: there are no parameters."""

@@ -61,9 +61,13 @@ def check_scaling(
     """The type and its parameters, complete; ValueError for anything unknown, missing or wrong."""
     if not isinstance(scaling, Mapping):
         raise ValueError(f"scaling must be a dict or None, got {scaling!r}")
-    given: dict[str, Any] = {key: value for key, value in scaling.items() if value is not None}
+    given: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in scaling.items()
+        if value is not None
+    }
     kind = given.get("rope_type", given.get("type"))
-    if kind not in _KEYS or given.get("type", kind) != kind:
+    if kind not in tuple(_KEYS) or given.get("type", kind) != kind:
         raise ValueError(f"scaling must have one rope_type of {tuple(_KEYS)}, got {dict(scaling)}")
     required, optional = _KEYS[kind]
     for key in given:

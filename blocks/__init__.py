@@ -13,3 +13,4 @@ from brickwork.blocks.norm import AddNorm as AddNorm
 from brickwork.blocks.norm import RMSNorm as RMSNorm
 from brickwork.blocks.residual import Residual as Residual
 from brickwork.blocks.rope import RoPE as RoPE
+from brickwork.blocks.swiglu import SwiGLU as SwiGLU

@@ -70,3 +70,11 @@ def check_token_id(vocab_size: int, **values: int | None) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
             raise ValueError(f"{name} must be in [0, vocab_size = {vocab_size}), got {value!r}")
+
+
+def check_number(least: float, most: float = float("inf"), **values: float) -> None:
+    """Raise unless every value given is a finite number in [least, most]."""
+    for name, value in values.items():
+        numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not numeric or not least <= value <= most or value == float("inf"):
+            raise ValueError(f"{name} must be a number in [{least}, {most}], got {value!r}")

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from brickwork.assemblies.config import Config, check_size, check_token_id
+from brickwork.assemblies.config import Config, check_number, check_size, check_token_id
 from brickwork.kernels.checks import check_flag, check_one_of
-from brickwork.kernels.rms_norm import check_eps
 
 # mamba-ssm's names: ours.
 _MAMBA1 = {name: name for name in ("d_state", "d_conv", "expand", "dt_rank", "bias", "conv_bias")}
@@ -61,7 +60,7 @@ class LCPLMConfig(Config):
         if self.d_intermediate != 0:
             check_size(d_intermediate=self.d_intermediate)
         check_token_id(self.vocab_size, pad_token_id=self.pad_token_id)
-        check_eps(self.norm_epsilon)
+        check_number(0, norm_epsilon=self.norm_epsilon)
         for flag in ("rms_norm", "residual_in_fp32", "fused_add_norm", "bidirectional"):
             check_flag(flag, getattr(self, flag))
         for flag in ("bidirectional_weight_tie", "tie_embeddings"):

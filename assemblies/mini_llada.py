@@ -17,6 +17,7 @@ from brickwork.blocks.masked_diffusion import MaskedDiffusion, Noise
 from brickwork.blocks.norm import RMSNorm
 from brickwork.blocks.rope import RoPE
 from brickwork.blocks.swiglu import SwiGLU
+from brickwork.kernels.cross_entropy import cross_entropy
 
 
 class Block(nn.Module):
@@ -86,6 +87,7 @@ class MiniLLaDA(Assembly):
         labels: Tensor | None = None,
         noise: Noise | None = None,
         generator: torch.Generator | None = None,
+        return_logits: bool = True,
         output_hidden_states: bool = False,
     ) -> MiniLLaDAOutput:
         """Logits of `input_ids`; with `labels`, of their noised copy, and its loss.
@@ -96,6 +98,7 @@ class MiniLLaDA(Assembly):
             seq_ids: (B, T), packed sequences: tokens attend within equal ids.
             labels: (B, T); tokens whose label is not -100 may be masked. Targets are input_ids.
             noise: the masked copy to score, instead of a new draw from `generator`.
+            return_logits: False computes the loss without keeping all logits.
         """
         if labels is not None:
             if input_ids is None:
@@ -114,6 +117,13 @@ class MiniLLaDA(Assembly):
             x = self.run_layer(layer, x, mask=mask, seq_ids=seq_ids)
             states.append(x)
         states[-1] = x = self.norm(x)
-        logits = self.head(x)
-        loss = None if noise is None else self.diffusion.loss(logits, input_ids, noise)
+        logits = self.head(x) if return_logits else None
+        loss = None
+        if noise is not None and logits is not None:
+            loss = self.diffusion.loss(logits, input_ids, noise)
+        elif noise is not None:
+            weights = self.diffusion.token_weights(noise).flatten()
+            targets = input_ids.masked_fill(~noise.mask, -100).flatten()
+            options = {"weights": weights, "reduction": "sum"}
+            loss = cross_entropy(x.flatten(0, 1), self.head.weight, targets, **options)
         return MiniLLaDAOutput(logits, loss, noise, tuple(states) if output_hidden_states else None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from brickwork.assemblies.config import Config, check_size, check_token_id
+from brickwork.assemblies.config import Config, check_number, check_size, check_token_id
 from brickwork.kernels.checks import check_one_of
 
 
@@ -23,12 +23,13 @@ class MiniLLaDAConfig(Config):
     intermediate_size: int = 5632
     max_seq_len: int = 2048
     norm_eps: float = 1.1920929e-07
-    diffusion_eps: float = 1e-3
+    diffusion_eps: float | None = None
     weighting: Literal["elbo", "uniform"] = "elbo"
 
     def __post_init__(self) -> None:
         check_size(vocab_size=self.vocab_size, dim=self.dim, depth=self.depth, head=self.head)
         check_size(intermediate_size=self.intermediate_size, max_seq_len=self.max_seq_len)
+        check_number(0, norm_eps=self.norm_eps)
         check_token_id(self.vocab_size, mask_token_id=self.mask_token_id)
         if self.dim % self.head:
             raise ValueError(f"dim must be a multiple of head = {self.head}, got {self.dim}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from brickwork.assemblies.config import Config, check_size, check_token_id
+from brickwork.assemblies.config import Config, check_number, check_size, check_token_id
 from brickwork.kernels.checks import check_flag, check_one_of
 
 
@@ -73,8 +73,9 @@ class RishConfig(Config):
         check_flag("output_router_logits", self.output_router_logits)
         check_one_of("hidden_act", self.hidden_act, ("silu",))
         check_one_of("balance", self.balance, ("per_layer", "pooled"))
-        if self.initializer_range <= 0:
-            raise ValueError(f"initializer_range must be positive, got {self.initializer_range}")
+        check_number(0, rms_norm_eps=self.rms_norm_eps, initializer_range=self.initializer_range)
+        check_number(0, router_aux_loss_coef=self.router_aux_loss_coef)
+        check_number(0, 1, attention_dropout=self.attention_dropout)
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size must be a multiple of num_attention_heads = "

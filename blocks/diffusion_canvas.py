@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brickwork.kernels.checks import check_one_of, check_shapes
+from brickwork.kernels.checks import check_floating, check_one_of, check_shapes
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ def model_logits(
             f"model must return logits (B, T, V), as they are or under .logits, with (B, T) = "
             f"{tuple(ids_BT.shape)}, got {got}"
         )
+    check_floating(logits=logits)
     return cut_vocabulary(logits, vocab_size)
 
 

@@ -296,9 +296,10 @@ def _check_vocabulary(ids: Tensor, vocab_size: int | None) -> None:
     if ids.numel() == 0:
         return
     low, high = int(ids.min()), int(ids.max())
-    limit = math.inf if vocab_size is None else vocab_size
-    if low < 0 or high >= limit:
-        raise ValueError(f"prompt_ids must be in [0, {limit}), got {low} to {high}")
+    if vocab_size is not None and not 0 <= low <= high < vocab_size:
+        raise ValueError(f"prompt_ids must be in [0, {vocab_size}), got {low} to {high}")
+    if low < 0:
+        raise ValueError(f"prompt_ids must be at least 0, got {low}")
 
 
 def _check_options(

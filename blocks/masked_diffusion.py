@@ -84,7 +84,7 @@ class MaskedDiffusion:
         check_one_of("weighting", weighting, ("elbo", "uniform"))
         if eps is None:
             eps = 1e-3 if weighting == "elbo" else 0.0
-        if isinstance(eps, bool) or not 0 <= eps < 1:
+        if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < 1:
             raise ValueError(f"eps must be in [0, 1), got {eps!r}")
         if vocab_size is not None:
             check_integer("vocab_size", vocab_size, least=1)
@@ -205,10 +205,9 @@ class MaskedDiffusion:
             logits=(logits, "B T V"),
             **{"noise.mask": (noise.mask, "B T"), "noise.p": (noise.p, "B T")},
         )
-        with autocast_off(logits):
-            losses = self._cross_entropy(logits, input_ids, noise.mask)
-            weights = self.token_weights(noise, denominator=denominator)
-            return (losses * weights.to(losses.dtype)).sum()
+        losses = self._cross_entropy(logits, input_ids, noise.mask)
+        noise = noise._replace(p=noise.p.to(losses.dtype))
+        return (losses * self.token_weights(noise, denominator=denominator)).sum()
 
     @torch.no_grad()
     def log_likelihood(
@@ -286,10 +285,10 @@ class MaskedDiffusion:
                 f"{int(targets.min())} to {int(targets.max())}"
             )
         hidden = logits.masked_fill(~mask[..., None], 0)  # NaN · 0 in the backward pass is NaN
-        wide = hidden.to(compute_dtype(logits))
-        losses = torch.nn.functional.cross_entropy(
-            wide.flatten(0, 1), targets.flatten(), reduction="none"
-        )
+        with autocast_off(logits):
+            losses = torch.nn.functional.cross_entropy(
+                hidden.to(compute_dtype(logits)).flatten(0, 1), targets.flatten(), reduction="none"
+            )
         return losses.view(mask.shape).masked_fill(~mask, 0)
 
 

@@ -14,8 +14,29 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("brickwork")
 
+
+class _TorchRandom:
+    """PyTorch's generator as hypothesis wants it, which seeds it anew for every example."""
+
+    def seed(self, value: int) -> None:
+        torch.manual_seed(value)
+
+    def getstate(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def setstate(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
+
+
+_torch_random = _TorchRandom()  # hypothesis keeps a weak reference
+hypothesis.register_random(_torch_random)
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+
+with torch.device("meta"):
+    torch.empty(0)  # torch remembers its constructors on first use: before any is wrapped below
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from brickwork.kernels.add_norm import AddNormOutput, Kind, add_norm
-from brickwork.kernels.checks import check_integer, check_one_of
+from brickwork.kernels.checks import check_flag, check_integer, check_one_of
 from brickwork.kernels.rms_norm import Cast, check_eps, rms_norm
 
 
@@ -82,6 +82,7 @@ class AddNorm(nn.Module):
         check_integer("dim", dim, least=1)
         check_one_of("kind", kind, ("rms", "layer"))
         check_eps(eps)
+        check_flag("residual_in_fp32", residual_in_fp32)
         self.dim = dim
         self.kind: Kind = kind
         self.eps = eps

@@ -9,6 +9,10 @@ from brickwork.blocks.mamba2 import Mamba2 as Mamba2
 from brickwork.blocks.mamba_mixer import MambaState as MambaState
 from brickwork.blocks.masked_diffusion import MaskedDiffusion as MaskedDiffusion
 from brickwork.blocks.masked_diffusion import Noise as Noise
+from brickwork.blocks.moe import MoE as MoE
+from brickwork.blocks.moe import MoEOutput as MoEOutput
+from brickwork.blocks.moe import load_balancing_loss as load_balancing_loss
+from brickwork.blocks.moe import router_z_loss as router_z_loss
 from brickwork.blocks.norm import AddNorm as AddNorm
 from brickwork.blocks.norm import RMSNorm as RMSNorm
 from brickwork.blocks.residual import Residual as Residual

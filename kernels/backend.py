@@ -6,7 +6,7 @@ An op's name is its meaning; `backend=` only says how it is computed:
 |-----------------|---------------------------------------------------------------------|
 | `auto`          | the fastest that supports these tensors (the default)               |
 | `torch`         | the reference: plain PyTorch, the specification                     |
-| `chunked`       | PyTorch with a hand-written backward (scans)                        |
+| `chunked`       | PyTorch with a hand-written backward (scans, cross_entropy)         |
 | `grouped`       | PyTorch's grouped matrix product over sorted tokens (experts)       |
 | `cpu`           | compiled C++                                                        |
 | `triton`        | Triton kernels                                                      |
@@ -113,6 +113,19 @@ def unavailable(package: str) -> str | None:
 
 # What torch.compiler.assume_constant_result sets; calling that imports the whole of torch._dynamo.
 unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def why_not_opaque() -> str | None:
+    """Why an op that PyTorch cannot look into may not run now, or None: in an exported or recorded
+    program it would need brickwork, or hold one batch's choices; `torch.func` differentiates and
+    batches plain operators only."""
+    if torch.jit.is_tracing():
+        return "torch.jit.trace would record what depends on the data of one batch"
+    if torch.compiler.is_exporting():
+        return "an exported program must run where brickwork is not installed"
+    if torch._C._are_functorch_transforms_active():
+        return "torch.func transforms differentiate and batch plain operators only"
+    return None
 
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:

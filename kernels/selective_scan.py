@@ -5,7 +5,7 @@ B batch, T tokens, E channels, N state, G groups of B and C.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -78,22 +78,24 @@ def selective_scan(
     size = check_scan(x, delta, A, B, C, D, z, delta_bias, softplus, reverse, initial_state)
     mask = check_mask(mask, size)
     check_seq_ids(seq_ids, size)
-    choose("selective_scan", backend)
-    return selective_scan_reference(
-        x,
-        delta,
-        A,
-        B,
-        C,
-        D=D,
-        z=z,
-        delta_bias=delta_bias,
-        softplus=softplus,
-        reverse=reverse,
-        mask=mask,
-        seq_ids=seq_ids,
-        initial_state=initial_state,
-    )
+    chosen = choose("selective_scan", backend, chunked=lambda: None)
+    options: dict[str, Any] = {
+        "D": D,
+        "z": z,
+        "delta_bias": delta_bias,
+        "softplus": softplus,
+        "reverse": reverse,
+        "mask": mask,
+        "initial_state": initial_state,
+    }
+    if chosen == "torch":
+        return selective_scan_reference(x, delta, A, B, C, seq_ids=seq_ids, **options)
+    # what every faster backend takes: groups spelt out, sequence ids as the places where one starts
+    B, C = (t.unsqueeze(2) if t.dim() == 3 else t for t in (B, C))
+    starts = sequence_starts(seq_ids, mask, reverse=reverse)
+    from brickwork.kernels.selective_scan_chunked import selective_scan_chunked
+
+    return SelectiveScanOutput(*selective_scan_chunked(x, delta, A, B, C, starts=starts, **options))
 
 
 def selective_scan_reference(

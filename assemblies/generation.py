@@ -131,7 +131,7 @@ def _pick(
         least = logits_BV.topk(min(top_k, logits_BV.shape[-1])).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < least, -torch.inf)
     if top_p is not None:
-        ordered, order = logits_BV.sort(-1, descending=True, stable=True)
+        ordered, order = logits_BV.sort(dim=-1, descending=True, stable=True)
         probabilities = ordered.softmax(-1)
         before = probabilities.cumsum(-1) - probabilities
         dropped = (before >= top_p).scatter(-1, order, before >= top_p)

@@ -75,6 +75,8 @@ def next_token_labels(
     >>> next_token_labels(torch.tensor([[5, 6, 7]]))
     tensor([[   6,    7, -100]])
     """
+    if labels.shape[1] == 0:
+        return labels
     ahead = labels[:, 1:]
     if mask is not None:
         ahead = ahead.masked_fill(~(mask[:, :-1] & mask[:, 1:]), -100)

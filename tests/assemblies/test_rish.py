@@ -145,10 +145,11 @@ def test_chunked_prefill_and_single_steps_equal_the_whole(static):
         ]
     else:
         cache = [KVCache() for _ in range(2)]
-    parts = [
-        model(ids[:, a:b], attention_mask=mask[:, a:b], cache=cache).logits
-        for a, b in ((0, 4), (4, 5), (5, 8), (8, 9))
-    ]
+    with torch.no_grad():
+        parts = [
+            model(ids[:, a:b], attention_mask=mask[:, a:b], cache=cache).logits
+            for a, b in ((0, 4), (4, 5), (5, 8), (8, 9))
+        ]
     real = mask.bool()
     assert_close(torch.cat(parts, 1)[real], whole[real], terms=256)
 
@@ -357,7 +358,7 @@ def test_nothing_scored_gives_zero():
 def test_ties_survive(tied, tmp_path):
     """B8, B9, H2 of the embedding"""
     model = tiny(tie_word_embeddings=tied)
-    ids = torch.randint(0, 31, (1, 4))
+    ids = torch.randint(0, 30, (1, 4))
     expected = model(ids).logits
     model.save_pretrained(tmp_path)
     with torch.device("meta"):
@@ -376,8 +377,8 @@ def test_ties_survive(tied, tmp_path):
     for other in copies:
         assert torch.equal(other(ids).logits, expected)
         with torch.no_grad():
-            other.embed_tokens.weight.zero_()
-        assert (other(ids).logits == 0).all() == tied
+            other.embed_tokens.weight[30] = 0
+        assert (other(ids).logits[..., 30] == 0).all() == tied
         assert len(list(other.parameters())) == len(list(model.parameters()))
 
 
@@ -405,7 +406,7 @@ def test_dtypes(dtype, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = Rish.from_pretrained(tmp_path)
     assert loaded.lm_head.weight.dtype == dtype
-    assert torch.equal(loaded(ids).logits, out.logits)
+    assert_close(loaded(ids).logits, out.logits, terms=256)
     assert Rish.from_pretrained(tmp_path, dtype=torch.float32).lm_head.weight.dtype == torch.float32
 
 

@@ -32,6 +32,7 @@ class Assembly(nn.Module):
 
     config_class: ClassVar[type[Config]]
     table: ClassVar[tuple[Rename, ...]]
+    config: Config
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,8 +55,9 @@ class Assembly(nn.Module):
         After `model.to_empty(device=...)` this makes a model built on the meta device whole.
         """
         for module in reversed(list(self.modules())[1:]):  # children first: parents refine them
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
 
     def original_state_dict(self) -> dict[str, Tensor]:
         """The parameters under the original's names, tied ones under each of their names."""

@@ -133,8 +133,8 @@ def _collect(
     elif len(entry.theirs) == 1:
         wanted = [torch.Size([sum(_row_count(s) for s in expected), *expected[0][1:]])]
     else:
-        rows = _row_count(expected[0]) // len(entry.theirs)
-        wanted = [torch.Size([rows, *expected[0][-1:]])] * len(entry.theirs)
+        share = _row_count(expected[0]) // len(entry.theirs)
+        wanted = [torch.Size([share, *expected[0][-1:]])] * len(entry.theirs)
     for name, part, shape in zip(entry.theirs, parts, wanted, strict=True):
         if part.shape != shape:
             raise ValueError(f"misshapen: {name} is {tuple(part.shape)}, needs {tuple(shape)}")
@@ -345,7 +345,9 @@ class _Files(Mapping[str, Tensor]):
             raise ValueError(f"{folder / INDEX_FILE} has no weight_map of names to files")
         self._home: dict[str, Any] = {}
         found: dict[str, str] = {}
-        ids: set[str] = set() if index is None else {index.get("metadata", {}).get("save_id")}
+        ids: set[str | None] = (
+            set() if index is None else {index.get("metadata", {}).get("save_id")}
+        )
         for name in [WEIGHTS_FILE] if index is None else sorted(set(listed.values())):
             path = folder / name
             if path.parent != folder or not path.is_file():

@@ -110,7 +110,7 @@ def _generate(
 
 def _angles_change(model: Rish, lengths_B: Tensor) -> bool:
     """Whether RoPE's angles differ from those of a token less; a cache is then out of date."""
-    rope = model.layers[0].attention.rope
+    rope = model.rope
     if not rope.length_dependent:
         return False
     now, before = (rope.inv_freq(lengths_B.device, n) for n in (lengths_B, lengths_B - 1))

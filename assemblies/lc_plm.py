@@ -64,6 +64,7 @@ class LCPLM(Assembly):
     """
 
     config_class = LCPLMConfig
+    config: LCPLMConfig
     table = (
         Rename("layers.{i}.mixer.mamba_*", f"{_LAYER}.mixer.mamba_*"),
         Rename(_packed("weight"), f"{_LAYER}.mixer.in_proj.weight"),
@@ -140,7 +141,7 @@ class LCPLM(Assembly):
 
 def _mixer(config: LCPLMConfig, index: int) -> nn.Module:
     if index in (config.attn_layer_idx or []):
-        rope = RoPE(**config.rope_options()) if config.rope_options() else None
+        rope = RoPE(**options) if (options := config.rope_options()) else None
         return Attention(config.d_model, rope=rope, **config.attention_options())
     mixer = Mamba1 if config.mixer_name() == "Mamba1" else Mamba2
     if not config.bidirectional:

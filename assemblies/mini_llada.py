@@ -49,6 +49,7 @@ class MiniLLaDA(Assembly):
     """
 
     config_class = MiniLLaDAConfig
+    config: MiniLLaDAConfig
     table = (
         Rename("layers.{i}.attention.*", "network.layers.{i}.mha.*"),
         Rename("layers.{i}.mlp.gate_up.*", "network.layers.{i}.gate_up_proj.*"),
@@ -119,11 +120,14 @@ class MiniLLaDA(Assembly):
         states[-1] = x = self.norm(x)
         logits = self.head(x) if return_logits else None
         loss = None
-        if noise is not None and logits is not None:
+        if noise is None or input_ids is None:
+            pass
+        elif logits is not None:
             loss = self.diffusion.loss(logits, input_ids, noise)
-        elif noise is not None:
+        else:
             weights = self.diffusion.token_weights(noise).flatten()
             targets = input_ids.masked_fill(~noise.mask, -100).flatten()
-            options = {"weights": weights, "reduction": "sum"}
-            loss = cross_entropy(x.flatten(0, 1), self.head.weight, targets, **options)
+            loss = cross_entropy(
+                x.flatten(0, 1), self.head.weight, targets, weights=weights, reduction="sum"
+            )
         return MiniLLaDAOutput(logits, loss, noise, tuple(states) if output_hidden_states else None)

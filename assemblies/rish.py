@@ -55,6 +55,7 @@ class Rish(Assembly):
     """
 
     config_class = RishConfig
+    config: RishConfig
     table = (
         Rename("layers.{i}.attention.*", "model.layers.{i}.self_attn.*"),
         Rename("layers.{i}.moe.router.*", "model.layers.{i}.mlp.gate.*"),
@@ -70,9 +71,11 @@ class Rish(Assembly):
         super().__init__()
         self.config = config
         dim, vocab = config.hidden_size, config.vocab_size
-        rope = RoPE(**config.rope_options())
+        self.rope = RoPE(**config.rope_options())
         self.embed_tokens = nn.Embedding(vocab, dim)
-        self.layers = nn.ModuleList(Block(config, rope) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            Block(config, self.rope) for _ in range(config.num_hidden_layers)
+        )
         self.norm = RMSNorm(dim, eps=config.rms_norm_eps)
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(dim, vocab, bias=False)
         self.reset_parameters()
@@ -119,8 +122,8 @@ class Rish(Assembly):
         x = embed(self.embed_tokens, input_ids, inputs_embeds, labels)
         mask = check_mask("attention_mask", attention_mask, x)
         states, router_logits = [x], []
+        where: dict[str, Any] = {"mask": mask, "positions": position_ids, "seq_ids": seq_ids}
         for i, layer in enumerate(self.layers):
-            where = {"mask": mask, "positions": position_ids, "seq_ids": seq_ids}
             where["cache"] = None if cache is None else cache[i]
             x, out = self.run_layer(layer, x, None if routing is None else routing[i], **where)
             router_logits.append(out.router_logits)
@@ -132,7 +135,7 @@ class Rish(Assembly):
         if labels is not None or self.config.output_router_logits:
             k, balance = self.config.num_experts_per_tok, self.config.balance
             aux_loss = load_balancing_loss(router_logits, top_k=k, mask=mask, balance=balance)
-        if labels is not None:
+        if labels is not None and aux_loss is not None:
             targets = next_token_labels(labels, mask=mask, seq_ids=seq_ids).flatten()
             if logits is None:
                 loss = cross_entropy(x.flatten(0, 1), head, targets)

@@ -68,7 +68,7 @@ def test_wheel_holds_every_file_of_the_rooms(wheel):
         f"brickwork/{room}/{path.name}"
         for room in ROOMS
         for path in (ROOT / room).iterdir()
-        if path.suffix in (".py", ".cpp") or path.name == "py.typed"
+        if path.suffix in (".py", ".cpp", ".h") or path.name == "py.typed"
     }
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from brickwork.kernels.backend import autocast_off, choose, compute_dtype
+from brickwork.kernels.backend import autocast_off, choose, compute_dtype, why_not_opaque
 from brickwork.kernels.checks import (
     check_floating,
     check_integer,
@@ -36,17 +36,17 @@ def cross_entropy(
     """The loss of predicting `labels` with the head `weight`, without keeping all logits.
 
     `CE_s = logsumexp_v(h_s · W_v) - h_s · W_label(s)`, 0 where the label is `ignore_index`; such a
-    row of `hidden` has no influence, whatever it holds. With token weights w (1 by default), `"sum"`
-    is `Σ w_s CE_s`, `"mean"` that sum divided by the *number* of scored labels (not by the sum of
-    w), `"none"` the terms `w_s CE_s`. Where nothing is scored the loss is 0 and so are its
+    row of `hidden` has no influence, whatever it holds. With token weights w (1 by default)
+    `"sum"` is `Σ w_s CE_s`, `"mean"` that sum divided by the *number* of scored labels (not by the
+    sum of w), `"none"` the terms `w_s CE_s`. Where nothing is scored the loss is 0 and so are its
     gradients. The diffusion bound `Σ CE / p` is `weights=1 / p` with `"sum"`.
 
     `"torch"`, the reference, keeps the logits in float32 (float64 if an argument is). `"chunked"`
     keeps those of one chunk of tokens at a time, computes only what is scored (on the CPU), and has
-    its gradients ready when the loss is (for `"none"` it computes the logits again); it takes the
-    products in autocast's dtype where autocast is on, the rest in float32, and can be
-    differentiated once. `auto` takes it except in `torch.export`, `torch.jit.trace` and
-    `torch.func` transforms.
+    its gradients ready when the loss is (for `"none"` it computes the logits again). All but the
+    products is float32, and on the CPU these too; on other devices bfloat16 tensors, and under
+    autocast all, are multiplied as they are and added up in float32. It can be differentiated
+    once. `auto` takes it except in `torch.export`, `torch.jit.trace` and `torch.func` transforms.
 
     Paper: Wijmans et al., *Cut Your Losses in Large-Vocabulary Language Models*, 2025.
 
@@ -84,7 +84,9 @@ def cross_entropy(
     check_one_of("reduction", reduction, ("mean", "sum", "none"))
     vocab_size = _check_vocab_size(vocab_size, weight_VC.shape[0])
     _check_labels(labels_S, vocab_size, ignore_index)
-    choose("cross_entropy", backend)
+    if choose("cross_entropy", backend, chunked=why_not_opaque) == "chunked":
+        weight = _tokens_only(weight_VC, vocab_size)
+        return _by_chunks(hidden_SC, weight, labels_S, weights, reduction, ignore_index)
     return cross_entropy_reference(
         hidden_SC,
         weight_VC,
@@ -111,8 +113,30 @@ def cross_entropy_reference(
     with autocast_off(hidden_SC):
         scored = (labels_S != ignore_index)[:, None]
         hidden = torch.where(scored, hidden_SC.to(dtype), 0)
-        logits = hidden @ weight_VC[:vocab_size].to(dtype).mT
+        logits = hidden @ _tokens_only(weight_VC, vocab_size).to(dtype).mT
     return _token_cross_entropy(logits, labels_S, weights, reduction, ignore_index)
+
+
+def _by_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    weights: Tensor | None,
+    reduction: Reduction,
+    ignore_index: int,
+) -> Tensor:
+    from brickwork.kernels.cross_entropy_chunked import cross_entropy_chunked
+
+    scored = labels != ignore_index
+    labels = torch.where(scored, labels.long(), -1)
+    if reduction == "none":
+        return reduce(cross_entropy_chunked(hidden, weight, labels, None), scored, weights, "none")
+    share = scored.to(compute_dtype(hidden, weight))
+    if weights is not None:
+        share = torch.where(scored, weights.to(share.dtype), 0)
+    if reduction == "mean":
+        share = share / scored.sum().clamp(min=1)
+    return cross_entropy_chunked(hidden, weight, labels, share)
 
 
 def token_cross_entropy(
@@ -180,6 +204,11 @@ def reduce(losses: Tensor, scored: Tensor, weights: Tensor | None, reduction: Re
         return losses
     total = losses.sum()
     return total / scored.sum().clamp(min=1) if reduction == "mean" else total
+
+
+def _tokens_only(weight: Tensor, vocab_size: int | None) -> Tensor:
+    """The rows that are tokens; where all are, no slice, whose gradient would be one more copy."""
+    return weight if vocab_size in (None, len(weight)) else weight[:vocab_size]
 
 
 def _check_vocab_size(vocab_size: int | None, rows: int) -> int:

@@ -72,9 +72,7 @@ def _tensors(result: Any) -> list[Tensor]:
     return [t for t in result if isinstance(t, Tensor)]
 
 
-def _assert_equal(
-    name: str, found: list[Tensor], expected: list[Tensor], tolerance: float
-) -> None:
+def _assert_equal(name: str, found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
     assert len(found) == len(expected), f"{name}: {len(found)} results against {len(expected)}"
     for i, (a, b) in enumerate(zip(found, expected)):
         assert a.shape == b.shape, f"{name}, result {i}: {tuple(a.shape)} against {tuple(b.shape)}"

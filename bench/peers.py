@@ -1,0 +1,69 @@
+"""The libraries that brickwork is measured against, as runnable on a CPU."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from brickwork.blocks import BiMamba, Mamba1
+
+
+def mamba_ssm(module: str) -> Any:
+    """A module of mamba-ssm, with empty modules for its compiled parts, absent on a CPU."""
+    for name in ("selective_scan_cuda", "causal_conv1d_cuda"):
+        sys.modules.setdefault(name, types.ModuleType(name))
+    return pytest.importorskip(f"mamba_ssm.{module}", exc_type=ImportError)
+
+
+def transformers_mamba_mixer(ours: Mamba1) -> nn.Module:
+    """transformers' Mamba mixer with the parameters of one of our own."""
+    config_module = importlib.import_module("transformers.models.mamba.configuration_mamba")
+    module = importlib.import_module("transformers.models.mamba.modeling_mamba")
+    config = config_module.MambaConfig(
+        hidden_size=ours.dim,
+        state_size=ours.A_log.shape[1],
+        conv_kernel=ours.conv1d.weight.shape[-1],
+        expand=ours.A_log.shape[0] // ours.dim,
+        time_step_rank=ours.dt_proj.weight.shape[1],
+        num_hidden_layers=1,
+    )
+    theirs = module.MambaMixer(config, 0)
+    theirs.load_state_dict(ours.state_dict())
+    return theirs
+
+
+class TwoMambasWithFlips(nn.Module):
+    """A BiMamba as wrappers write it: two whole mixers, the second on a flipped copy."""
+
+    def __init__(self, ours: BiMamba) -> None:
+        super().__init__()
+        self.fwd, self.rev = ours.mamba_fwd, ours.mamba_rev
+
+    def forward(self, x: Tensor, **_: Any) -> Tensor:
+        return self.fwd(x) + self.rev(x.flip(1)).flip(1)
+
+
+class TwoTransformersMambas(nn.Module):
+    """The same wrapper around transformers' mixer."""
+
+    def __init__(self, ours: BiMamba) -> None:
+        super().__init__()
+        self.fwd = transformers_mamba_mixer(ours.mamba_fwd)
+        self.rev = transformers_mamba_mixer(ours.mamba_rev)
+
+    def forward(self, x: Tensor, **_: Any) -> Tensor:
+        return self.fwd(x) + self.rev(x.flip(1)).flip(1)
+
+
+def mambapy_scan(x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
+    """mambapy's parallel scan, on the arguments of `selective_scan` after softplus."""
+    pscan = pytest.importorskip("mambapy.pscan").pscan
+    decay = torch.exp(delta[..., None] * A)
+    states = pscan(decay, (delta * x)[..., None] * B[:, :, None, :])
+    return (states @ C[..., None])[..., 0] + D * x

@@ -1,0 +1,35 @@
+"""The causal convolution against PyTorch's own, as transformers calls it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compare import compare, with_gradients
+
+from brickwork.kernels.causal_conv1d import causal_conv1d
+
+B, T, C, W = 1, 1024, 1536, 4
+
+
+def inputs():
+    return [torch.randn(B, T, C), torch.randn(C, W), torch.randn(C)]
+
+
+def padded(x, weight, bias):
+    rows = x.transpose(1, 2)
+    y = torch.nn.functional.conv1d(rows, weight[:, None], bias, padding=W - 1, groups=C)
+    return torch.nn.functional.silu(y[..., :T]).transpose(1, 2)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_forward_and_backward(benchmark, reverse):
+    given = inputs()
+
+    def ours(x, weight, bias):
+        return causal_conv1d(x, weight, bias, activation="silu", reverse=reverse).y
+
+    def flipped(x, weight, bias):
+        return padded(x.flip(1), weight, bias).flip(1)
+
+    peer = flipped if reverse else padded
+    compare(benchmark, with_gradients(ours, given), {"F.conv1d": with_gradients(peer, given)})

@@ -1,0 +1,47 @@
+"""The scan of Mamba-2 against the chunked path that transformers takes without a GPU."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from compare import compare, with_gradients
+from transformers.models.mamba2 import modeling_mamba2
+
+from brickwork.kernels.ssd_scan import ssd_scan
+
+B, T, H, P, N = 1, 512, 48, 64, 128
+CHUNK = 256  # transformers' default
+
+
+def inputs():
+    return [
+        torch.randn(B, T, H, P),
+        torch.randn(B, T, H) - 3,
+        -torch.rand(H).mul(2).exp(),
+        torch.randn(B, T, 1, N),
+        torch.randn(B, T, 1, N),
+        torch.randn(H),
+    ]
+
+
+def ours(x, delta, A, B, C, D):
+    return ssd_scan(x, delta, A, B, C, D=D, softplus=True).y
+
+
+def transformers(x, delta, A, B, C, D):
+    scan = inspect.unwrap(modeling_mamba2.mamba2_chunk_scan)
+    return scan(x, delta, A, B, C, CHUNK, D=D, dt_softplus=True)
+
+
+def test_forward(benchmark):
+    given = inputs()
+    with torch.no_grad():
+        peers = {"transformers mamba2_chunk_scan": lambda: transformers(*given)}
+        compare(benchmark, lambda: ours(*given), peers)
+
+
+def test_forward_and_backward(benchmark):
+    given = inputs()
+    peers = {"transformers mamba2_chunk_scan": with_gradients(transformers, given)}
+    compare(benchmark, with_gradients(ours, given), peers)

@@ -31,7 +31,7 @@ bench: $(VENV)/.has-bench ## run the benchmarks
 	$(PY) -m pytest bench -p no:xdist $(ARGS)
 
 docs: $(VENV)/.has-docs ## build the site into site/
-	$(PY) -m mkdocs build --strict $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)
 
 lint: $(VENV)/.has-dev ## check style and formatting
 	$(PY) -m ruff check . $(ARGS)

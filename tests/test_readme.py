@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from brickwork.kernels.backend import OPS
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -71,3 +73,16 @@ def test_extras_are_those_of_the_metadata():
     table = README[README.index("| extra | for |") :].split("\n\n")[0]
     rows = table.splitlines()[2:]
     assert set(re.findall(r"`(\w+)`", "".join(row.split("|")[1] for row in rows))) == extras
+
+
+def test_the_site_shows_every_public_name():
+    import brickwork.assemblies
+    import brickwork.blocks
+
+    shown = " ".join(p.read_text(encoding="utf-8") for p in (ROOT / "docs" / "api").glob("*.md"))
+    for room in (brickwork.blocks, brickwork.assemblies):
+        for name, member in vars(room).items():
+            if callable(member):
+                assert f"::: {room.__name__}.{name}\n" in shown, name
+    for op in OPS:
+        assert f"::: brickwork.kernels.{op}.{op}\n" in shown, op

@@ -32,8 +32,9 @@ class SwiGLU(nn.Module):
 
     Parameters: `gate_up.weight` (2F, C) - row i of the gate is row i, row i of up is row F + i -
     and `down.weight` (C, F); both are `nn.Linear` modules, as adapters expect. A state dict loads
-    with the fused `gate_up.*`, or with `gate.*` and `up.*` (or `gate_proj.*` and `up_proj.*`)
-    apart; one that has more than one of these, or half of one, is an error of `load_state_dict`.
+    with the fused `gate_up.*`, or with `gate.*` and `up.*` apart, or under Llama's names
+    `gate_proj.*`, `up_proj.*` and `down_proj.*`; one that has more than one of these, or half of
+    one, is an error of `load_state_dict`.
 
     >>> block = SwiGLU(4, hidden_dim=8)
     >>> block(torch.zeros(2, 4)).abs().max().item()
@@ -131,13 +132,18 @@ def _fuse_in_state_dict(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Replace split gate and up entries by the fused one; note what does not fit together."""
+    """Bring the entries under our names, gate and up fused; note what does not fit together."""
     assert isinstance(module, SwiGLU)
     for kind in ("weight", "bias"):
         fused = f"{prefix}gate_up.{kind}"
         pairs = [(f"{prefix}{gate}.{kind}", f"{prefix}{up}.{kind}") for gate, up in _SPLIT]
         given = [pair for pair in pairs if pair[0] in state_dict or pair[1] in state_dict]
         names = [key for key in (fused, *sum(pairs, ())) if key in state_dict]
+        down = [f"{prefix}{name}.{kind}" for name in ("down_proj", "down")]
+        if down[0] in state_dict:
+            if down[1] in state_dict:
+                error_msgs.append(f"{kind} of down is given more than once: {down}")
+            state_dict[down[1]] = state_dict.pop(down[0])
         if not given:
             continue
         if len(given) > 1 or fused in state_dict:

@@ -80,6 +80,6 @@ def values_readable(tensor: Tensor) -> bool:
         and not tensor.is_meta
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
-        and not torch._C._functorch.is_batchedtensor(tensor)
+        and not torch._C._are_functorch_transforms_active()
         and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
     )

@@ -221,6 +221,11 @@ class Attention(nn.Module):
                 )
             if seq_ids is not None:
                 raise ValueError("seq_ids must be None with a cache: it holds one sequence per row")
+            if cache.batch_size not in (None, batch):
+                raise ValueError(
+                    f"x must have the cache's batch size {cache.batch_size}, "
+                    f"got {tuple(x_BTC.shape)}"
+                )
         return batch, tokens
 
     def extra_repr(self) -> str:

@@ -84,11 +84,13 @@ def default_positions(
     """
     positions = torch.arange(tokens, device=device)[None]
     if padding is not None:
-        positions = (padding.long().cumsum(1) - 1).clamp(min=0)
+        positions = padding.long().cumsum(1) - 1
     if starts is not None and tokens:
         positions = positions - torch.where(starts, positions, 0).cummax(1).values
     following = None if cache is None else cache.next_positions()
-    return positions if following is None else positions + following[:, None]
+    if following is not None:
+        positions = positions + following[:, None]
+    return positions.clamp(min=0)  # padding before the first real token
 
 
 def sequence_lengths(

@@ -49,6 +49,11 @@ class KVCache:
         self._mask: Tensor | None = None  # None while every token is real
 
     @property
+    def batch_size(self) -> int | None:
+        """B, None for an empty cache."""
+        return None if self._keys is None else self._keys.shape[0]
+
+    @property
     def length(self) -> int:
         """S, the number of tokens held, padding included."""
         return 0 if self._keys is None else self._keys.shape[1]
@@ -145,6 +150,7 @@ class StaticKVCache:
         check_integer("max_length", max_length, least=1)
         check_integer("num_kv_heads", num_kv_heads, least=1)
         check_integer("head_dim", head_dim, least=1)
+        self.batch_size = batch_size
         self.max_length = max_length
         slots = (batch_size, max_length)
         with torch.inference_mode(False):  # so that it can be written outside inference mode too

@@ -112,9 +112,7 @@ class RowDraws:
         draws = torch.full_like(like, 0.5)
         for row, size, generator in zip(draws, self.sizes, self.generators):
             if size:
-                row[:size] = torch.rand(
-                    row[:size].shape, generator=generator, dtype=like.dtype, device=like.device
-                )
+                row[:size].uniform_(generator=generator)
         return draws
 
 

@@ -132,9 +132,9 @@ class MaskedDiffusion:
         device = input_ids.device if generator is None else generator.device
         rows, tokens = input_ids.shape
         if t is None:
-            t = 1 - torch.rand(rows, generator=generator, device=device)
+            t = 1 - _uniform(rows, generator=generator, device=device)
         if u is None:
-            u = torch.rand(rows, tokens, generator=generator, device=device)
+            u = _uniform(rows, tokens, generator=generator, device=device)
         t, u = t.to(input_ids.device), u.to(input_ids.device)
         p = ((1 - self.eps) * t + self.eps)[:, None].expand_as(u)
         mask = u < p
@@ -301,11 +301,16 @@ def masked_subsets(
     """
     where = maskable_T.nonzero()[:, 0]
     device, l = where.device, len(where)
-    draws = torch.rand(num_samples, generator=generator, device=device)
+    draws = _uniform(num_samples, generator=generator, device=device)
     points = (torch.arange(num_samples, device=device) + draws) / num_samples
     k = (points * l).long().clamp(max=l - 1) + 1
-    keys = torch.rand(num_samples, l, generator=generator, device=device)
+    keys = _uniform(num_samples, l, generator=generator, device=device)
     ranks = keys.argsort(dim=1).argsort(dim=1)
     masks = maskable_T.new_zeros(num_samples, len(maskable_T))
     masks[:, where] = ranks < k[:, None]
     return masks, l / k
+
+
+def _uniform(*size: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
+    """Draws in [0, 1). `torch.rand` takes no symbolic size together with a generator argument."""
+    return torch.empty(size, device=device).uniform_(generator=generator)

@@ -340,8 +340,11 @@ def test_compiles_to_one_graph_and_recomputes():
     inputs = [logits, torch.rand(3), torch.rand(3, 5)]
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert_close(compiled(*inputs), step(*inputs), terms=105)
-    drawing = torch.compile(diffusion.noise, fullgraph=True, backend="aot_eager")(ids, maskable)
-    assert (drawing.noisy_ids[drawing.mask] == 6).all()
+    noising = torch.compile(diffusion.noise, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (5, 3):
+        drawing = noising(ids[:, :tokens], maskable[:, :tokens])
+        assert (drawing.noisy_ids[drawing.mask] == 6).all()
+        assert not (drawing.mask & ~maskable[:, :tokens]).any()
     (_,), (expected,) = gradients(lambda x: diffusion.loss(x, ids, noise), [logits])
     (_,), (actual,) = gradients(
         lambda x: checkpoint(diffusion.loss, x, ids, noise, use_reentrant=False), [logits]

@@ -5,7 +5,7 @@ B batch, T tokens, H heads, P width of a head, G groups of B and C, N state, Q t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -89,23 +89,23 @@ def ssd_scan(
     )
     mask = check_mask(mask, size)
     check_seq_ids(seq_ids, size)
-    choose("ssd_scan", backend)
-    return ssd_scan_reference(
-        x,
-        delta,
-        A,
-        B,
-        C,
-        D=D,
-        z=z,
-        delta_bias=delta_bias,
-        softplus=softplus,
-        reverse=reverse,
-        mask=mask,
-        seq_ids=seq_ids,
-        initial_state=initial_state,
-        chunk_size=chunk_size,
-    )
+    chosen = choose("ssd_scan", backend, chunked=lambda: None)
+    options: dict[str, Any] = {
+        "D": D,
+        "z": z,
+        "delta_bias": delta_bias,
+        "softplus": softplus,
+        "reverse": reverse,
+        "mask": mask,
+        "initial_state": initial_state,
+        "chunk_size": chunk_size or CHUNK,
+    }
+    if chosen == "torch":
+        return ssd_scan_reference(x, delta, A, B, C, seq_ids=seq_ids, **options)
+    starts = sequence_starts(seq_ids, mask, reverse=reverse)
+    from brickwork.kernels.ssd_scan_chunked import ssd_scan_chunked
+
+    return SSDScanOutput(*ssd_scan_chunked(x, delta, A, B, C, starts=starts, **options))
 
 
 def ssd_scan_reference(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brickwork.kernels.checks import check_floating, check_one_of, check_shapes
+from brickwork.kernels.checks import check_floating, check_one_of, check_shapes, values_readable
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class RowDraws:
         self.sizes = sizes
 
     def __call__(self, like: Tensor) -> Tensor:
-        draws = torch.full_like(like, 0.5)
+        draws = like.new_full(like.shape, 0.5)  # dense, whatever the strides of `like`
         for row, size, generator in zip(draws, self.sizes, self.generators):
             if size:
                 row[:size].uniform_(generator=generator)
@@ -153,9 +153,7 @@ def as_mask(argument: str, mask: Tensor | None, ids: Tensor) -> Tensor | None:
 
 def free_to_look_at(tensor: Tensor) -> bool:
     """Whether values can be checked without stalling a device or breaking a traced graph."""
-    return (
-        tensor.device.type == "cpu" and type(tensor) is Tensor and not torch.compiler.is_compiling()
-    )
+    return tensor.device.type == "cpu" and values_readable(tensor)
 
 
 def true_first(mask_BT: Tensor) -> Tensor:

@@ -146,8 +146,9 @@ class MaskedDiffusion:
     def token_weights(self, noise: Noise, *, denominator: Denominator | None = None) -> Tensor:
         """The weight (B, T) of each token's cross-entropy: `loss = Σ weight · CE`.
 
-        For a loss that never holds the logits give them, flattened, to
-        `brickwork.kernels.cross_entropy` as `weights` with `reduction="sum"`.
+        For a loss that never holds all logits give them, flattened, to
+        `brickwork.kernels.cross_entropy` as `weights` with `reduction="sum"`, and as labels the
+        ids where `noise.mask`, -100 elsewhere.
 
         A masked token weighs 1 / p (`"elbo"`, with the p that it was masked with) or 1
         (`"uniform"`), divided according to `denominator`, where a row *counts* its maskable tokens
@@ -313,4 +314,4 @@ def masked_subsets(
 
 def _uniform(*size: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
     """Draws in [0, 1). `torch.rand` takes no symbolic size together with a generator argument."""
-    return torch.empty(size, device=device).uniform_(generator=generator)
+    return torch.zeros(size, device=device).uniform_(generator=generator)

@@ -7,11 +7,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import assert_close, assert_golden, golden_names, gradcheck, gradients, load_golden
+from support import (
+    assert_close,
+    assert_golden,
+    assert_same_function,
+    golden_names,
+    gradcheck,
+    gradients,
+    load_golden,
+)
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from brickwork.blocks.masked_diffusion import MaskedDiffusion, Noise, masked_subsets
+from brickwork.kernels.cross_entropy import cross_entropy
 
 DENOMINATORS = ["row", "batch", "tokens"]
 WEIGHTINGS = ["elbo", "uniform"]
@@ -140,6 +149,34 @@ def test_loss_equals_its_definition(weighting, denominator, rows, tokens, seed):
     assert_close(
         (weights.double() * ce).sum(), actual, terms=rows * tokens, scale=abs(expected) + 1
     )
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+@pytest.mark.parametrize("denominator", DENOMINATORS)
+def test_token_weights_give_the_loss_from_hidden_states(weighting, denominator):
+    """Values and gradients of `cross_entropy` over a head whose last rows only pad it."""
+    diffusion = MaskedDiffusion(mask_token_id=6, weighting=weighting, vocab_size=7)
+    ids, _, noise, _ = drawn(diffusion)
+    noise = noise._replace(p=noise.p.double())
+    hidden = torch.randn(3, 5, 4, dtype=torch.float64)
+    head = torch.randn(8, 4, dtype=torch.float64)
+
+    def lean(hidden, head):
+        weights = diffusion.token_weights(noise, denominator=denominator)
+        labels = ids.masked_fill(~noise.mask, -100)
+        return cross_entropy(
+            hidden.flatten(0, 1),
+            head,
+            labels.flatten(),
+            weights=weights.flatten(),
+            reduction="sum",
+            vocab_size=7,
+        )
+
+    def plain(hidden, head):
+        return diffusion.loss(hidden @ head.T, ids, noise, denominator=denominator)
+
+    assert_same_function(lean, plain, [hidden, head], terms=15 * 7)
 
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
@@ -329,7 +366,7 @@ def test_strided_expanded_empty_and_meta():
     assert diffusion.loss(logits.to("meta"), meta, diffusion.noise(meta)).shape == ()
 
 
-def test_compiles_to_one_graph_and_recomputes():
+def test_compiles_to_one_graph_maps_and_recomputes():
     diffusion = MaskedDiffusion(mask_token_id=6)
     ids, maskable, noise, logits = drawn(diffusion, dtype=torch.float32)
 
@@ -345,6 +382,8 @@ def test_compiles_to_one_graph_and_recomputes():
         drawing = noising(ids[:, :tokens], maskable[:, :tokens])
         assert (drawing.noisy_ids[drawing.mask] == 6).all()
         assert not (drawing.mask & ~maskable[:, :tokens]).any()
+    twice = torch.func.vmap(lambda x: diffusion.loss(x, ids, noise))(torch.stack([logits, logits]))
+    assert_close(twice, diffusion.loss(logits, ids, noise).expand(2), terms=105)
     (_,), (expected,) = gradients(lambda x: diffusion.loss(x, ids, noise), [logits])
     (_,), (actual,) = gradients(
         lambda x: checkpoint(diffusion.loss, x, ids, noise, use_reentrant=False), [logits]

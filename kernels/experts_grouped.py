@@ -44,11 +44,13 @@ def experts_grouped(
 
 class Groups(NamedTuple):
     """How the N choices are sorted: `order` (N) lists them by expert, `token` (N) says whose they
-    are, `place` (S, K) where each choice went, `ends` (E) where each expert's rows end."""
+    are, `place` (S, K) where each choice went, `counts` (E) how many rows each expert has, `ends`
+    (E) where they end."""
 
     order: Tensor
     token: Tensor
     place: Tensor
+    counts: Tensor
     ends: Tensor
 
 
@@ -58,10 +60,10 @@ def sort_by_expert(indices_SK: Tensor, num_experts: int, order: Tensor | None = 
     if order is None:
         order = choices.argsort(stable=True)
     counts = choices.new_zeros(num_experts).scatter_add_(0, choices, torch.ones_like(choices))
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
+    rows = torch.arange(len(order), device=order.device)
+    place = torch.empty_like(order).scatter_(0, order, rows)
     token = order.div(max(indices_SK.shape[1], 1), rounding_mode="floor")
-    return Groups(order, token, place.view(indices_SK.shape), counts.cumsum(0))
+    return Groups(order, token, place.view(indices_SK.shape), counts, counts.cumsum(0))
 
 
 def _forward(
@@ -185,7 +187,7 @@ def backward_by_grouped_mm(
     """`backward_by_expert` with all experts in one product."""
     mm = torch.nn.functional.grouped_mm
     ends = groups.ends.int()
-    idle = groups.ends.diff(prepend=groups.ends.new_zeros(1)).eq(0)[:, None, None]
+    idle = (groups.counts == 0).view(-1, 1, 1)
     grad = grad_y.index_select(0, groups.token)
     grad_weight = torch.empty_like(weight)
     grad_both, scaled = _activate_backward(mm(grad, down, offs=ends), both, weight, grad_weight)
@@ -241,10 +243,10 @@ def _activate_backward(
     silu = torch.nn.functional.silu(gate)
     activation = silu * up
     torch.sum(grad * activation, -1, out=grad_weight)
-    grad = grad * weight[:, None]
+    grad = grad * weight.unsqueeze(1)
     grad_gate = _silu_backward(grad * up, gate)
     grad_both = torch.cat((grad_gate, grad.mul_(silu)), -1).to(both.dtype)
-    return grad_both, activation.mul_(weight[:, None]).to(both.dtype)
+    return grad_both, activation.mul_(weight.unsqueeze(1)).to(both.dtype)
 
 
 def _combine(rows: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:

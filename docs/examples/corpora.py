@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,35 +40,40 @@ class Stream(NamedTuple):
 
     def windows(self, count: int, length: int, generator: torch.Generator) -> Stream:
         """`count` pieces at random places, each field (count, length)."""
+        self._check(length)
         starts = torch.randint(len(self.ids) - length + 1, (count,), generator=generator)
         places = starts[:, None] + torch.arange(length)
         return Stream(self.ids[places], self.seq_ids[places])
 
     def rows(self, length: int) -> Tensor:
         """The ids in order, cut into rows of `length`, less an incomplete last one: (R, length)."""
+        self._check(length)
         whole = len(self.ids) // length * length
         return self.ids[:whole].view(-1, length)
 
+    def _check(self, length: int) -> None:
+        if length > len(self.ids):
+            raise ValueError(f"length must be at most the {len(self.ids)} tokens, got {length}")
+
 
 def read_text(path: Path = DICTIONARY) -> tuple[list[str], list[str]]:
-    """The documents of a text file to train on, and those held out: every tenth.
+    """The documents of a text file to train on, and those held out: every tenth family.
 
     A document begins at a line that follows an empty one and is not indented, so an entry of the
-    dictionary stays whole, with the verses in it.
+    dictionary stays whole, with the verses in it. Copies are taken once, and documents that share a
+    run of forty characters (a verse quoted twice) are one family and stay together.
     """
-    documents = re.split(r"\n\s*\n(?=\S)", path.read_text(encoding="utf-8").strip())
-    kept, held_out = _split(documents, list(range(len(documents))), every=10)
-    if not held_out:
-        raise ValueError(f"{path} has {len(documents)} documents; it takes 6 to hold one out")
-    return kept, held_out
+    text = path.read_text(encoding="utf-8").strip()
+    documents = list(dict.fromkeys(re.split(r"\n\s*\n(?=\S)", text)))
+    families = _families([" ".join(document.split()) for document in documents], run=40)
+    return _split(documents, families, every=10, path=path)
 
 
 def read_proteins(path: Path = PROTEOME) -> tuple[list[Protein], list[Protein]]:
     """The proteins of a FASTA file to train on, and those held out: every seventh family.
 
-    Copies of one protein are taken once. Proteins that share a run of eight residues are one
-    family and stay together, so none held out has a close relative in training (a distant one it
-    may have).
+    Copies are taken once, and proteins that share a run of eight residues are one family and stay
+    together: none held out has a close relative in training (a distant one it may have).
     """
     proteins: dict[str, Protein] = {}
     for record in re.split(r"^>", path.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
@@ -76,11 +81,7 @@ def read_proteins(path: Path = PROTEOME) -> tuple[list[Protein], list[Protein]]:
         sequence = "".join(body.split())
         name = header.split("|")[-1].split("[")[0].strip()
         proteins.setdefault(sequence, Protein(name, sequence))
-    found = list(proteins.values())
-    kept, held_out = _split(found, _families([p.sequence for p in found]), every=7)
-    if not held_out:
-        raise ValueError(f"{path} has {len(found)} proteins; it takes 4 families to hold one out")
-    return kept, held_out
+    return _split(list(proteins.values()), _families(list(proteins), run=8), every=7, path=path)
 
 
 def text_stream(documents: Sequence[str]) -> Stream:
@@ -94,9 +95,9 @@ def protein_stream(proteins: Sequence[Protein]) -> Stream:
 
 
 def to_text(ids: Tensor, *, mask: str = "_", end: str = "¶") -> str:
-    """Ids (T,) as text, one character for each token."""
-    special = {MASK: mask, END: end}
-    return "".join(special.get(i) or chr(i) for i in ids.tolist())
+    """Ids (T,) as text, one character for each token; `?` in a circle for what is not ASCII."""
+    special = {MASK: mask, END: end, 10: "\n"}
+    return "".join(special.get(i) or (chr(i) if 32 <= i < 127 else "\ufffd") for i in ids.tolist())
 
 
 def unigram(ids: Tensor, vocab_size: int) -> Tensor:
@@ -110,23 +111,26 @@ def _stream(documents: list[Tensor]) -> Stream:
     return Stream(torch.cat(documents), numbers)
 
 
-def _split(documents: list, families: list[int], *, every: int) -> tuple[list, list]:
-    """Hold out every `every`-th family."""
+def _split(
+    documents: list[Any], families: list[int], *, every: int, path: Path
+) -> tuple[list[Any], list[Any]]:
+    """Hold out every `every`-th family, in the order of the file."""
     order = {family: i for i, family in enumerate(sorted(set(families)))}
-    kept: list = []
-    held_out: list = []
+    parts: tuple[list[Any], list[Any]] = ([], [])
     for document, family in zip(documents, families, strict=True):
-        (held_out if order[family] % every == every // 2 else kept).append(document)
-    return kept, held_out
+        parts[order[family] % every == every // 2].append(document)
+    if not all(parts):
+        raise ValueError(f"{path} must hold more than {every // 2} unrelated documents")
+    return parts
 
 
-def _families(sequences: list[str], *, run: int = 8) -> list[int]:
-    """For each sequence the number of its family: those that shared runs of residues connect."""
-    family = list(range(len(sequences)))
+def _families(documents: list[str], *, run: int) -> list[int]:
+    """For each document the number of its family: those that share runs of characters connect."""
+    family = list(range(len(documents)))
     first_with: dict[str, int] = {}
-    for i, sequence in enumerate(sequences):
-        for start in range(len(sequence) - run + 1):
-            j = first_with.setdefault(sequence[start : start + run], i)
+    for i, document in enumerate(documents):
+        for start in range(len(document) - run + 1):
+            j = first_with.setdefault(document[start : start + run], i)
             if family[i] != family[j]:
-                family = [family[i] if f == family[j] else f for f in family]
+                family = [family[j] if f == family[i] else f for f in family]
     return family

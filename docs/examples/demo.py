@@ -25,7 +25,7 @@ SENTENCE = (
     "CORPORATION, n.  An ingenious device for obtaining individual profit\n"
     "without individual responsibility."
 )
-PROMPTS = ("OPPORTUNITY, n.  ", "TELEPHONE, n.  ")
+PROMPTS = ("NOBLEMAN, n.  ", "REVERENCE, n.  ")
 STEP = 4
 
 

@@ -44,8 +44,8 @@ def loss_curves(runs: Sequence[tuple[str, str, Run, float]]) -> str:
             steps, bits = zip(*run.held_out, strict=True)
             axes.plot(steps, bits, color=MODEL, marker="o", markersize=3, label="model")
             axes.axhline(baseline, color=BASELINE, linestyle="--", label="unigram")
-            low, high = min(*bits, baseline), baseline
-            axes.set_ylim(low - 0.15 * (high - low), high + 0.35 * (high - low))
+            gain = max(baseline - min(bits), 0.05 * baseline)
+            axes.set_ylim(baseline - 1.15 * gain, baseline + 0.35 * gain)
             axes.set(title=title, xlabel="training step", ylabel=unit)
         panels[0].legend(loc="lower left")
         return _svg(figure, "held-out loss")

@@ -23,7 +23,7 @@ from training import Run, argument_parser, fit, parse, run_script
 
 from brickwork.assemblies import MiniLLaDA, MiniLLaDAConfig
 
-EXAMPLE = "WIT, n.  The s__t with whi__ the Amer__an hum__ist spo__s his co__ery."
+EXAMPLE = "TALK, v.t.  To com__t an in__scretion wi__out temp__tion, from an im__lse"
 
 
 class Trained(NamedTuple):

@@ -17,7 +17,8 @@ from brickwork.assemblies import Rish, RishConfig
 
 
 class Trained(NamedTuple):
-    """The model, its run, the held-out rows (R, T), and bits per byte on them, its and unigram's."""
+    """The model, its run, the held-out rows (R, T), and the bits per byte that the model and the
+    unigram baseline need for them."""
 
     model: Rish
     run: Run

@@ -125,8 +125,9 @@ def fit(
     groups = decay_parameter_groups(model, weight_decay=args.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
     run = Run(args.steps)
+    data_sha256 = hashlib.sha256(args.data.read_bytes()).hexdigest()
     if args.resume:
-        _restore(model, optimizer, generator, run, args)
+        _restore(model, optimizer, generator, run, args.out, data_sha256)
     deadline = math.inf if args.minutes is None else time.monotonic() + 60 * args.minutes
 
     def evaluate_and_note(bar: tqdm) -> None:
@@ -137,9 +138,10 @@ def fit(
         bar.set_postfix_str(f"held-out {run.held_out[-1][1]:.3f} bits")
 
     def save() -> None:
+        settings = {k: v for k, v in vars(args).items() if k not in FREE}
         state = {
-            "arguments": {k: v for k, v in vars(args).items() if k not in FREE}
-            | {"data": str(args.data.resolve()), "data_sha256": _fingerprint(args.data)},
+            "arguments": {**settings, "data": str(args.data.resolve())},
+            "data_sha256": data_sha256,
             "optimizer": optimizer.state_dict(),
             "generator": generator.get_state(),
             "global_generator": torch.get_rng_state(),
@@ -162,8 +164,9 @@ def fit(
             evaluate_and_note(bar)
         model.train()
         while not run.finished and not stop.requested and time.monotonic() < deadline:
+            rate = learning_rate(run.step, args)
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(run.step, args)
+                group["lr"] = rate
             loss = batch_loss(generator)
             if not loss.isfinite():
                 raise ValueError(f"the loss of step {run.step} is {loss.item()}: try a lower --lr")
@@ -282,7 +285,7 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
     try:
         return torch.load(checkpoint / "training.pt", weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        raise _damaged(checkpoint, error) from error
+        raise ValueError(f"the checkpoint {checkpoint} is damaged: training.pt: {error}") from error
 
 
 def _restore(
@@ -290,29 +293,22 @@ def _restore(
     optimizer: torch.optim.Optimizer,
     generator: torch.Generator,
     run: Run,
-    args: argparse.Namespace,
+    folder: Path,
+    data_sha256: str,
 ) -> None:
-    checkpoint = latest_checkpoint(args.out)
+    checkpoint = latest_checkpoint(folder)
     assert checkpoint is not None
     state = load_state(checkpoint)
-    if state["data_sha256"] != _fingerprint(args.data):
-        raise ValueError(f"--data: {args.data} is not what the run in {args.out} began with")
+    if state["data_sha256"] != data_sha256:
+        raise ValueError(f"--data is not the file that the run in {folder} began with, or changed")
     try:
         model.load_state_dict(type(model).from_pretrained(checkpoint).state_dict())
         optimizer.load_state_dict(state["optimizer"])
     except (OSError, ValueError, RuntimeError) as error:
-        raise _damaged(checkpoint, error) from error
+        raise ValueError(f"the checkpoint {checkpoint} is damaged: {error}") from error
     generator.set_state(state["generator"])
     torch.set_rng_state(state["global_generator"])
     run.losses, run.held_out = state["losses"], state["held_out"]
-
-
-def _damaged(checkpoint: Path, error: Exception) -> ValueError:
-    return ValueError(f"the checkpoint {checkpoint} is damaged: {error}")
-
-
-def _fingerprint(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _remove(folder: Path) -> None:

@@ -8,13 +8,18 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
 from brickwork.kernels.backend import autocast_off, choose, compute_dtype
 from brickwork.kernels.checks import check_flag, check_floating, check_one_of, check_shapes
-from brickwork.kernels.sequences import check_mask, check_seq_ids, sequence_starts
+from brickwork.kernels.sequences import (
+    check_mask,
+    check_seq_ids,
+    scan_order,
+    sequence_starts,
+    take_tokens,
+)
 
 Activation = Literal["silu"] | None
 
@@ -75,17 +80,28 @@ def causal_conv1d(
     size = check_conv(x, weight, bias, activation, reverse, initial_state)
     mask = check_mask(mask, size)
     check_seq_ids(seq_ids, size)
-    choose("causal_conv1d", backend)
-    return causal_conv1d_reference(
-        x,
-        weight,
-        bias,
-        activation=activation,
-        reverse=reverse,
-        mask=mask,
-        seq_ids=seq_ids,
-        initial_state=initial_state,
+    chosen = choose(
+        "causal_conv1d",
+        backend,
+        chunked=lambda: None if x.device.type == "cpu" else f"it is for the CPU, not {x.device}",
     )
+    if chosen == "torch":
+        return causal_conv1d_reference(
+            x,
+            weight,
+            bias,
+            activation=activation,
+            reverse=reverse,
+            mask=mask,
+            seq_ids=seq_ids,
+            initial_state=initial_state,
+        )
+    starts = sequence_starts(seq_ids, mask, reverse=reverse)
+    from brickwork.kernels.causal_conv1d_chunked import causal_conv1d_chunked
+
+    y = causal_conv1d_chunked(x, weight, bias, initial_state, mask, starts, activation, reverse)
+    final = last_tokens(x, initial_state, mask, starts, width=weight.shape[1] - 1, reverse=reverse)
+    return CausalConv1dOutput(y, final)
 
 
 def causal_conv1d_reference(
@@ -100,42 +116,89 @@ def causal_conv1d_reference(
     initial_state: Tensor | None = None,
 ) -> CausalConv1dOutput:
     """The specification of `causal_conv1d`."""
-    if mask is not None:  # move the real tokens together, to the side where the scan begins
-        order = (mask if reverse else ~mask).sort(dim=1, stable=True).indices
-        back = order.argsort(dim=1)
-        x = _take(x.masked_fill(~mask[..., None], 0), order)
-        seq_ids = None if seq_ids is None else seq_ids.gather(1, order)
-        gathered = mask.gather(1, order)
-    else:
-        gathered = None
+    starts = sequence_starts(seq_ids, mask, reverse=reverse)
+    final = last_tokens(x, initial_state, mask, starts, width=weight.shape[1] - 1, reverse=reverse)
+    with autocast_off(x):
+        if mask is None:
+            y = _convolve(x, weight, bias, initial_state, starts, activation, reverse)
+        else:  # move the real tokens together, in scan order, and their results back
+            order = scan_order(mask, reverse=reverse)
+            together = take_tokens(x.masked_fill(~mask[..., None], 0), order)
+            starts = None if starts is None else starts.gather(1, order)
+            y = _convolve(together, weight, bias, initial_state, starts, activation, False)
+            y = take_tokens(y, order.argsort(1)).masked_fill(~mask[..., None], 0)
+    return CausalConv1dOutput(y, final)
+
+
+def _convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    starts: Tensor | None,
+    activation: Activation,
+    reverse: bool,
+) -> Tensor:
     T, W = x.shape[1], weight.shape[1]
     dtype = compute_dtype(x, weight, bias, initial_state)
-    with autocast_off(x):
-        if initial_state is None:
-            before = x.new_zeros(x.shape[0], W - 1, x.shape[2])
-        else:
-            before = rearrange(initial_state, "b c w -> b w c").to(x.dtype)
-        extended = torch.cat([x, before.flip(1)] if reverse else [before, x], 1)
-        starts = sequence_starts(seq_ids, gathered, reverse=reverse)
-        runs = None if starts is None else _runs(starts, W - 1, reverse)
-        own = 0 if reverse else W - 1  # where the extended axis holds the tokens themselves
-        y = torch.zeros_like(x, dtype=dtype)
-        for k in range(W):
-            at = slice(k, k + T) if reverse else slice(W - 1 - k, W - 1 - k + T)
-            tap = extended[:, at].to(dtype)
-            if runs is not None:
-                other = runs[:, at] != runs[:, own : own + T]
-                tap = tap.masked_fill(other[..., None], 0)
-            y = y + tap * weight[:, W - 1 - k].to(dtype)
-        if bias is not None:
-            y = y + bias.to(dtype)
-        if activation == "silu":
-            y = torch.nn.functional.silu(y)
-        y = y.to(x.dtype)
-        final = _last(extended, runs, T, W - 1, gathered, reverse)
-        if mask is not None:
-            y = _take(y, back).masked_fill(~mask[..., None], 0)
-        return CausalConv1dOutput(y, rearrange(final, "b w c -> b c w"))
+    if initial_state is None:
+        before = x.new_zeros(x.shape[0], W - 1, x.shape[2])
+    else:
+        before = initial_state.to(x.dtype).mT
+    extended = torch.cat([x, before.flip(1)] if reverse else [before, x], 1)
+    y = torch.zeros_like(x, dtype=dtype)
+    for k in range(W):
+        first = k if reverse else W - 1 - k
+        tap = extended[:, first : first + T].to(dtype)
+        if starts is not None:
+            tap = tap.masked_fill(starts_within(starts, k, reverse)[..., None], 0)
+        y = y + tap * weight[:, W - 1 - k].to(dtype)
+    if bias is not None:
+        y = y + bias.to(dtype)
+    return (torch.nn.functional.silu(y) if activation == "silu" else y).to(x.dtype)
+
+
+def last_tokens(
+    x: Tensor,
+    initial_state: Tensor | None,
+    mask: Tensor | None,
+    starts: Tensor | None,
+    *,
+    width: int,
+    reverse: bool,
+) -> Tensor:
+    """(B, C, width): the real tokens that a scan over x (B, T, C) reads last, oldest first.
+
+    Before them those of `initial_state`, or zeros; zeros too where they are of another sequence.
+    """
+    batch, T, channels = x.shape
+    if initial_state is None:
+        initial_state = x.new_zeros(batch, channels, width)
+    before = initial_state.to(x.dtype).mT
+    if T == 0 or width == 0:
+        return before.mT
+    real = torch.ones(batch, T, dtype=torch.bool, device=x.device) if mask is None else mask
+    order = scan_order(real, reverse=reverse)
+    rank = real.sum(1, keepdim=True) + torch.arange(-width, 0, device=x.device)
+    at = rank.clamp(min=0)
+    tokens = take_tokens(x, order.gather(1, at))
+    earlier = take_tokens(before, (rank + width).clamp(max=width - 1))
+    final = torch.where((rank < 0)[..., None], earlier, tokens)
+    if starts is not None:
+        runs = starts.gather(1, order).cumsum(1)
+        run = runs.gather(1, at).masked_fill(rank < 0, 0)
+        final = final.masked_fill((run != runs[:, -1:])[..., None], 0)
+    return final.mT
+
+
+def starts_within(starts: Tensor, count: int, reverse: bool) -> Tensor:
+    """(B, T), whether a sequence starts at a token or at one of the `count` - 1 before it."""
+    T = starts.shape[1]
+    found = torch.zeros_like(starts)
+    for k in range(min(count, T)):
+        shifted = pad(starts[:, k:], (0, k)) if reverse else pad(starts[:, : T - k], (k, 0))
+        found = found | shifted
+    return found
 
 
 def check_conv(
@@ -160,37 +223,3 @@ def check_conv(
             f"got {tuple(initial_state.shape)}"
         )
     return sizes["B"], sizes["T"]
-
-
-def _runs(starts: Tensor, width: int, reverse: bool) -> Tensor:
-    """Numbers of the sequences along the extended axis; the initial state belongs to number 0."""
-    if reverse:
-        return pad(starts.flip(1).cumsum(1).flip(1), (0, width))
-    return pad(starts.cumsum(1), (width, 0))
-
-
-def _last(
-    extended: Tensor,
-    runs: Tensor | None,
-    T: int,
-    width: int,
-    gathered: Tensor | None,
-    reverse: bool,
-) -> Tensor:
-    """The `width` tokens that the scan read last, oldest first, zeros if of another sequence."""
-    if gathered is None:
-        first = torch.full((extended.shape[0],), 0 if reverse else T, device=extended.device)
-    else:
-        count = gathered.sum(1)
-        first = T - count if reverse else count
-    at = first[:, None] + torch.arange(width, device=extended.device)
-    final = _take(extended, at)
-    if runs is not None and T:
-        latest = runs[:, 0] if reverse else runs[:, -1]
-        final = final.masked_fill((runs.gather(1, at) != latest[:, None])[..., None], 0)
-    return final.flip(1) if reverse else final
-
-
-def _take(tensor: Tensor, index: Tensor) -> Tensor:
-    """Rows of `tensor` (B, T, C) along T by `index` (B, S)."""
-    return tensor.gather(1, index[..., None].expand(-1, -1, tensor.shape[2]))

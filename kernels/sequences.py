@@ -77,3 +77,19 @@ def last_real(mask: Tensor) -> Tensor:
     index = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
     latest = index.masked_fill(~mask, -1).cummax(1).values
     return torch.nn.functional.pad(latest[:, :-1], (1, 0), value=-1)
+
+
+def scan_order(mask: Tensor, *, reverse: bool = False) -> Tensor:
+    """(B, T), the indices of the real tokens in scan order, then those of the others.
+
+    >>> scan_order(torch.tensor([[True, False, True]]), reverse=True)
+    tensor([[2, 0, 1]])
+    """
+    padding = ~mask.flip(1) if reverse else ~mask
+    order = padding.sort(dim=1, stable=True).indices
+    return mask.shape[1] - 1 - order if reverse else order
+
+
+def take_tokens(tensor: Tensor, index: Tensor) -> Tensor:
+    """The tokens of `tensor` (B, T, C) at `index` (B, S), as (B, S, C)."""
+    return tensor.gather(1, index[..., None].expand(-1, -1, tensor.shape[2]))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from brickwork.kernels.backend import autocast_off, choose, compute_dtype
+from brickwork.kernels.backend import autocast_off, choose, compute_dtype, why_not_opaque
 from brickwork.kernels.checks import check_flag, check_floating, check_one_of, check_shapes
 from brickwork.kernels.sequences import (
     check_mask,
@@ -80,11 +80,7 @@ def causal_conv1d(
     size = check_conv(x, weight, bias, activation, reverse, initial_state)
     mask = check_mask(mask, size)
     check_seq_ids(seq_ids, size)
-    chosen = choose(
-        "causal_conv1d",
-        backend,
-        chunked=lambda: None if x.device.type == "cpu" else f"it is for the CPU, not {x.device}",
-    )
+    chosen = choose("causal_conv1d", backend, chunked=lambda: _why_not_chunked(x))
     if chosen == "torch":
         return causal_conv1d_reference(
             x,
@@ -102,6 +98,12 @@ def causal_conv1d(
     y = causal_conv1d_chunked(x, weight, bias, initial_state, mask, starts, activation, reverse)
     final = last_tokens(x, initial_state, mask, starts, width=weight.shape[1] - 1, reverse=reverse)
     return CausalConv1dOutput(y, final)
+
+
+def _why_not_chunked(x: Tensor) -> str | None:
+    if x.device.type != "cpu":
+        return f"it takes CPU tensors, got {x.device.type}"
+    return why_not_opaque()
 
 
 def causal_conv1d_reference(

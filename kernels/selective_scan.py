@@ -11,7 +11,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from brickwork.kernels.backend import autocast_off, choose, compute_dtype
+from brickwork.kernels.backend import autocast_off, choose, compute_dtype, why_not_opaque
 from brickwork.kernels.checks import check_flag, check_floating, check_shapes
 from brickwork.kernels.sequences import check_mask, check_seq_ids, sequence_starts
 
@@ -78,7 +78,7 @@ def selective_scan(
     size = check_scan(x, delta, A, B, C, D, z, delta_bias, softplus, reverse, initial_state)
     mask = check_mask(mask, size)
     check_seq_ids(seq_ids, size)
-    chosen = choose("selective_scan", backend, chunked=lambda: None)
+    chosen = choose("selective_scan", backend, cpu=lambda: _why_not_cpu(x), chunked=why_not_opaque)
     options: dict[str, Any] = {
         "D": D,
         "z": z,
@@ -92,10 +92,20 @@ def selective_scan(
         return selective_scan_reference(x, delta, A, B, C, seq_ids=seq_ids, **options)
     # what every faster backend takes: groups spelt out, sequence ids as the places where one starts
     B, C = (t.unsqueeze(2) if t.dim() == 3 else t for t in (B, C))
-    starts = sequence_starts(seq_ids, mask, reverse=reverse)
+    options["starts"] = sequence_starts(seq_ids, mask, reverse=reverse)
+    if chosen == "cpu":
+        from brickwork.kernels.selective_scan_cpu import selective_scan_cpu
+
+        return SelectiveScanOutput(*selective_scan_cpu(x, delta, A, B, C, **options))
     from brickwork.kernels.selective_scan_chunked import selective_scan_chunked
 
-    return SelectiveScanOutput(*selective_scan_chunked(x, delta, A, B, C, starts=starts, **options))
+    return SelectiveScanOutput(*selective_scan_chunked(x, delta, A, B, C, **options))
+
+
+def _why_not_cpu(x: Tensor) -> str | None:
+    from brickwork.kernels.selective_scan_cpu import why_not
+
+    return why_not(x)
 
 
 def selective_scan_reference(

@@ -1,0 +1,452 @@
+// The selective scan of Mamba-1 and its gradient, for selective_scan_cpu.py.
+//
+// A task is a tile of channels of one batch row; vectors run over channels, so that B and C are
+// broadcast and no sum crosses a vector. It walks the tokens in chunks: inputs of a chunk are staged
+// in scratch as [vector of channels][step], then for a few states at a time ("block") the recurrence
+// runs with the states in registers. Steps count in scan order, tokens from the left.
+//
+// Backward goes through the chunks from the last. From the state kept at a chunk's start it computes
+// decays and decayed states of a block again, then walks back. Gradients of B and C sum over
+// channels: each tile writes its share of the chunk, and the shares are added in the order of the
+// tiles, whatever the number of threads.
+
+#include <algorithm>
+
+#include "cpu_vector.h"
+
+using namespace brickwork;
+
+namespace {
+
+constexpr int BLOCK = 4;  // states in registers at a time
+
+struct Array {
+  char* data;
+  int64_t stride[4];
+  template <class T>
+  T* at(int64_t i, int64_t j = 0, int64_t k = 0, int64_t l = 0) const {
+    return reinterpret_cast<T*>(data) + i * stride[0] + j * stride[1] + k * stride[2] + l * stride[3];
+  }
+  explicit operator bool() const { return data; }
+};
+
+}  // namespace
+
+// Its twin is `_Scan` in selective_scan_cpu.py: the same fields in the same order.
+struct Scan {
+  int64_t batch, tokens, channels, groups, state, chunk, tile, threads, softplus, reverse;
+  // Inputs. mask and starts are bytes; any of D, z, delta_bias, mask, starts, initial may be absent.
+  Array x, delta, A, B, C, D, z, delta_bias, mask, starts, initial;
+  Array y, final_state;  // results of forward
+  Array states;          // (batch, chunks, state, channels): at the start of every chunk
+  Array scratch;         // (threads, brickwork_scan_scratch() bytes)
+  Array dy;
+  Array dx, ddelta, dB, dC, dz;                // results of backward
+  Array dstate;                                // (batch, state, channels), in and out
+  Array sums;  // (batch, state + 2, channels), zeros at first: gradients of A, of D, of delta_bias
+  Array shares;                                // (2, tasks, chunk, state)
+};
+
+namespace {
+
+template <class T>
+constexpr T LOG2E = T(1.4426950408889634074);
+template <class T>
+constexpr T LN2 = T(0.69314718055994530942);
+
+// The vectors of one (batch, tokens, channels) array that a tile meets in one chunk, by step.
+template <class T>
+struct Rows {
+  T* origin = nullptr;
+  int64_t step = 0, lane = 0;
+  int count = 0;
+  Vec<T> operator[](int64_t s) const { return load(origin + s * step, lane, count); }
+  void set(int64_t s, Vec<T> value) const { store(origin + s * step, lane, count, value); }
+};
+
+template <class T>
+class Tile {
+ public:
+  using V = Vec<T>;
+  static constexpr int W = lanes<T>;
+
+  Tile(const Scan& p, int64_t slot, int64_t task)
+      : p(p), task(task), padded((p.state + BLOCK - 1) / BLOCK * BLOCK) {
+    const int64_t per_group = p.channels / p.groups, tiles = tiles_per_group(p);
+    batch = task / tiles / p.groups;
+    group = task / tiles % p.groups;
+    first = group * per_group + task % tiles * p.tile;
+    width = std::min(p.tile, per_group - task % tiles * p.tile);
+    vectors = (width + W - 1) / W;
+    uintptr_t begin = reinterpret_cast<uintptr_t>(p.scratch.at<char>(slot));
+    free = reinterpret_cast<V*>((begin + sizeof(V) - 1) / sizeof(V) * sizeof(V));
+    rate = take(vectors * padded);
+    B = reinterpret_cast<T*>(take(p.chunk * padded / W + 1));
+    C = reinterpret_cast<T*>(take(p.chunk * padded / W + 1));
+    d = take(vectors * p.chunk);
+    u = take(vectors * p.chunk);
+    longest = take(vectors);
+    for (int64_t v = 0; v < vectors; ++v) {
+      for (int64_t n = 0; n < padded; ++n) {
+        V a{};
+        if (n < p.state) a = load(p.A.at<T>(first + v * W, n), p.A.stride[0], count(v)) * LOG2E<T>;
+        rate[v * padded + n] = a;
+      }
+    }
+  }
+
+  static int64_t tiles_per_group(const Scan& p) {
+    return (p.channels / p.groups + p.tile - 1) / p.tile;
+  }
+  // Bytes that one tile takes from its slot of the scratch, at most.
+  static int64_t scratch(const Scan& p) {
+    const int64_t padded = (p.state + BLOCK - 1) / BLOCK * BLOCK, vectors = (p.tile + W - 1) / W;
+    const int64_t rows = 2 * (p.chunk * padded / W + 1), marked = 4 * p.chunk * BLOCK;
+    return (vectors * (2 * padded + 9 * p.chunk + 1) + rows + marked + 1) * int64_t(sizeof(V));
+  }
+  static int64_t tasks(const Scan& p) { return p.batch * p.groups * tiles_per_group(p); }
+
+  void forward() {
+    V* h = take(vectors * padded);
+    V* y = take(vectors * p.chunk);
+    for (int64_t v = 0; v < vectors; ++v) {
+      for (int64_t n = 0; n < padded; ++n) {
+        V start{};
+        if (p.initial && n < p.state) {
+          start = load(p.initial.at<T>(batch, first + v * W, n), p.initial.stride[1], count(v));
+        }
+        h[v * padded + n] = start;
+      }
+    }
+    for (int64_t chunk = 0; chunk * p.chunk < p.tokens; ++chunk) {
+      enter(chunk);
+      for (int64_t v = 0; v < vectors; ++v) {
+        if (p.states) {
+          for (int64_t n = 0; n < p.state; ++n) {
+            T* to = p.states.at<T>(batch, chunk, n, first + v * W);
+            store(to, 1, count(v), h[v * padded + n]);
+          }
+        }
+        V* y_v = y + v * p.chunk;
+        const V D = skip(v);
+        stage(v, [&](int64_t s, V x, V) { y_v[s] = x * D; });
+        for (int64_t n = 0; n < padded; n += BLOCK) {
+          walk<false>(v, n, h + v * padded + n, y, nullptr, nullptr);
+        }
+        const Rows<T> results = rows(p.y, v), gates = rows(p.z, v);
+        for (int64_t s = 0; s < steps; ++s) {
+          V result = y_v[s];
+          if (!real(s)) {
+            result = V{};
+          } else if (gates.origin) {
+            const V z = gates[s];
+            result *= z * logistic<T>(z, exp_minus_magnitude<T>(z));
+          }
+          results.set(s, result);
+        }
+      }
+    }
+    for (int64_t v = 0; v < vectors; ++v) {
+      for (int64_t n = 0; n < p.state; ++n) {
+        T* to = p.final_state.at<T>(batch, first + v * W, n);
+        store(to, p.final_state.stride[1], count(v), h[v * padded + n]);
+      }
+    }
+  }
+
+  void backward(int64_t chunk) {
+    V *x = take(vectors * p.chunk), *slope = take(vectors * p.chunk);
+    V *g = take(vectors * p.chunk), *dz = take(vectors * p.chunk), *y = take(vectors * p.chunk);
+    V *du = take(vectors * p.chunk), *dd = take(vectors * p.chunk);
+    V *decays = take(p.chunk * BLOCK), *decayed = take(p.chunk * BLOCK);
+    V *dB = take(p.chunk * BLOCK), *dC = take(p.chunk * BLOCK);
+    enter(chunk);
+    for (int64_t v = 0; v < vectors; ++v) {
+      const Rows<T> dy = rows(p.dy, v), gates = rows(p.z, v);
+      const V D = skip(v);
+      int64_t i = v * p.chunk;
+      stage(v, [&](int64_t s, V value, V rise) {
+        V through{}, around{};
+        if (dy.origin && real(s)) {
+          through = dy[s];
+          if (gates.origin) {
+            const V z = gates[s], open = logistic<T>(z, exp_minus_magnitude<T>(z));
+            around = through * open * (T(1) + z * (T(1) - open));
+            through *= z * open;
+          }
+        }
+        x[i] = value;
+        slope[i] = rise;
+        y[i] = value * D;
+        g[i] = through;
+        dz[i] = around;
+        du[i] = dd[i] = V{};
+        ++i;
+      });
+    }
+    for (int64_t n = 0; n < padded; n += BLOCK) {
+      std::fill(dB, dB + steps * BLOCK, V{});
+      std::fill(dC, dC + steps * BLOCK, V{});
+      for (int64_t v = 0; v < vectors; ++v) {
+        V state[BLOCK]{};
+        for (int k = 0; k < BLOCK && n + k < p.state; ++k) {
+          state[k] = load(p.states.at<T>(batch, chunk, n + k, first + v * W), 1, count(v));
+        }
+        walk<true>(v, n, state, y, decays, decayed);
+        retreat(v, n, decays, decayed, g, du, dd, dB, dC);
+      }
+      for (int64_t s = 0; s < steps; ++s) {
+        for (int k = 0; k < BLOCK && n + k < p.state; ++k) {
+          *p.shares.at<T>(0, task, s, n + k) = sum<T>(dB[s * BLOCK + k]);
+          *p.shares.at<T>(1, task, s, n + k) = sum<T>(dC[s * BLOCK + k]);
+        }
+      }
+    }
+    for (int64_t v = 0; v < vectors; ++v) {
+      const Rows<T> dx_v = rows(p.dx, v), ddelta_v = rows(p.ddelta, v), dz_v = rows(p.dz, v);
+      const V D = skip(v);
+      V dD{}, dbias{};
+      for (int64_t s = 0; s < steps; ++s) {
+        const int64_t i = v * p.chunk + s;
+        V dx = du[i] * d[i] + g[i] * D;
+        V ddelta = (dd[i] * LN2<T> + du[i] * x[i]) * slope[i];
+        if (!real(s)) dx = ddelta = V{};
+        dx_v.set(s, dx);
+        ddelta_v.set(s, ddelta);
+        if (dz_v.origin) dz_v.set(s, dz[i] * y[i]);
+        dD += g[i] * x[i];
+        dbias += ddelta;
+      }
+      add(p.sums.at<T>(batch, p.state, first + v * W), v, dD);
+      add(p.sums.at<T>(batch, p.state + 1, first + v * W), v, dbias);
+    }
+  }
+
+ private:
+  const Scan& p;
+  const int64_t task, padded;                   // padded: states up to a whole block
+  int64_t batch, group, first, width, vectors;  // the tile: channels first ... first + width
+  int64_t begin = 0, steps = 0;                 // the chunk: steps begin ... begin + steps
+  V *free, *rate, *d, *u, *longest;             // A log2(e); step sizes, times x, the largest
+  const uint8_t* mask = nullptr;                // of the chunk's first step
+  int64_t mask_step = 0;
+  T *B, *C;                                     // [step][state]
+
+  V* take(int64_t size) {
+    free += size;
+    return free - size;
+  }
+  int count(int64_t v) const { return int(std::min<int64_t>(W, width - v * W)); }
+  int64_t token(int64_t s) const { return p.reverse ? p.tokens - 1 - begin - s : begin + s; }
+  bool real(int64_t s) const { return !mask || mask[s * mask_step]; }
+  bool starts(int64_t s) const { return p.starts && *p.starts.at<uint8_t>(batch, token(s)); }
+  V skip(int64_t v) const {
+    return p.D ? load(p.D.at<T>(first + v * W), p.D.stride[0], count(v)) : V{};
+  }
+  Rows<T> rows(const Array& a, int64_t v) const {
+    if (!a) return {};
+    const int64_t step = p.reverse ? -a.stride[1] : a.stride[1];
+    return {a.at<T>(batch, token(0), first + v * W), step, a.stride[2], count(v)};
+  }
+  void add(T* to, int64_t v, V value) const {
+    store(to, 1, count(v), load<T>(to, 1, count(v)) + value);
+  }
+
+  // Begin a chunk: the rows of B and C, zeros at masked steps whatever is there.
+  void enter(int64_t chunk) {
+    begin = chunk * p.chunk;
+    steps = std::min(p.chunk, p.tokens - begin);
+    mask = p.mask ? p.mask.at<uint8_t>(batch, token(0)) : nullptr;
+    mask_step = p.reverse ? -p.mask.stride[1] : p.mask.stride[1];
+    std::fill(B, B + steps * padded, T(0));
+    std::fill(C, C + steps * padded, T(0));
+    for (int64_t s = 0; s < steps; ++s) {
+      if (!real(s)) continue;
+      const T* row_B = p.B.at<T>(batch, token(s), group);
+      const T* row_C = p.C.at<T>(batch, token(s), group);
+      for (int64_t n = 0; n < p.state; ++n) {
+        B[s * padded + n] = row_B[n * p.B.stride[3]];
+        C[s * padded + n] = row_C[n * p.C.stride[3]];
+      }
+    }
+  }
+
+  // Step sizes and pushes of the vector v; each(step, x, slope of the step size) sees the rest.
+  template <class Each>
+  void stage(int64_t v, const Each& each) {
+    const V bias = p.delta_bias ? load(p.delta_bias.at<T>(first + v * W), p.delta_bias.stride[0], count(v))
+                                : V{};
+    V most{}, poison{};
+    const Rows<T> xs = rows(p.x, v), sizes = rows(p.delta, v);
+    V *d_v = d + v * p.chunk, *u_v = u + v * p.chunk;
+    const bool soft = p.softplus;
+    for (int64_t s = 0; s < steps; ++s) {
+      V x{}, size{}, slope{};
+      if (real(s)) {
+        x = xs[s];
+        size = sizes[s] + bias;
+        slope = splat(T(1));
+        if (soft) {
+          const V e = exp_minus_magnitude<T>(size);
+          slope = logistic<T>(size, e);
+          size = softplus<T>(size, e);
+        }
+      }
+      d_v[s] = size;
+      u_v[s] = size * x;
+      most = magnitude<T>(size) > most ? magnitude<T>(size) : most;
+      poison += size * T(0);  // NaN from the first NaN or infinity on
+      each(s, x, slope);
+    }
+    longest[v] = most + poison;
+  }
+
+  // Whether every exponent of the block, in this chunk, is one that exp2_small takes.
+  bool small(int64_t v, int64_t n) const {
+    V fastest{}, poison{};
+    for (int k = 0; k < BLOCK; ++k) {
+      const V a = rate[v * padded + n + k];
+      fastest = magnitude<T>(a) > fastest ? magnitude<T>(a) : fastest;
+      poison += a * T(0);
+    }
+    const auto fits = (fastest + poison) * longest[v] <= T(Simd<T>::small);
+    for (int k = 0; k < W; ++k) {
+      if (!fits[k]) return false;
+    }
+    return true;
+  }
+
+  // Steps from `from` on to the next start of a sequence.
+  int64_t run_end(int64_t from) const {
+    if (!p.starts) return steps;
+    do ++from;
+    while (from < steps && !starts(from));
+    return from;
+  }
+
+  // Run a block through the chunk and add C h to y; each decay a and decayed state a h is noted in
+  // [step][k] if asked.
+  template <bool SMALL, bool NOTE>
+  void advance(int64_t v, int64_t n, V* state, V* y_all, V* decays, V* decayed) const {
+    const V *d_v = d + v * p.chunk, *u_v = u + v * p.chunk;
+    V* y = y_all + v * p.chunk;
+    V h[BLOCK], a[BLOCK];
+    for (int k = 0; k < BLOCK; ++k) {
+      h[k] = state[k];
+      a[k] = rate[v * padded + n + k];
+    }
+    for (int64_t from = 0, to; from < steps; from = to) {
+      to = run_end(from);
+      if (starts(from)) std::fill(h, h + BLOCK, V{});
+      for (int64_t s = from; s < to; ++s) {
+        const T *b = B + s * padded + n, *c = C + s * padded + n;
+        const V size = d_v[s], push = u_v[s];
+        V total = y[s];
+        for (int k = 0; k < BLOCK; ++k) {
+          const V decay = SMALL ? exp2_small<T>(size * a[k]) : exp2_any<T>(size * a[k]);
+          const V before = decay * h[k];
+          if constexpr (NOTE) {
+            decays[s * BLOCK + k] = decay;
+            decayed[s * BLOCK + k] = before;
+          }
+          h[k] = before + push * b[k];
+          total += h[k] * c[k];
+        }
+        y[s] = total;
+      }
+    }
+    std::copy(h, h + BLOCK, state);
+  }
+
+  template <bool NOTE>
+  void walk(int64_t v, int64_t n, V* state, V* y, V* decays, V* decayed) const {
+    if (small(v, n)) {
+      advance<true, NOTE>(v, n, state, y, decays, decayed);
+    } else {
+      advance<false, NOTE>(v, n, state, y, decays, decayed);
+    }
+  }
+
+  void retreat(int64_t v, int64_t n, const V* decays, const V* decayed, const V* g_all, V* du_all,
+               V* dd_all, V* dB, V* dC) const {
+    const V *d_v = d + v * p.chunk, *u_v = u + v * p.chunk, *g = g_all + v * p.chunk;
+    V *du = du_all + v * p.chunk, *dd = dd_all + v * p.chunk;
+    V dh[BLOCK], dA[BLOCK], a[BLOCK];
+    for (int k = 0; k < BLOCK; ++k) {
+      const bool kept = n + k < p.state;
+      dh[k] = kept ? load(p.dstate.at<T>(batch, n + k, first + v * W), 1, count(v)) : V{};
+      dA[k] = V{};
+      a[k] = rate[v * padded + n + k];
+    }
+    for (int64_t s = steps - 1; s >= 0; --s) {
+      const T *b = B + s * padded + n, *c = C + s * padded + n;
+      const V size = d_v[s], push = u_v[s], gs = g[s];
+      V du_s = du[s], dd_s = dd[s];
+      for (int k = 0; k < BLOCK; ++k) {
+        const V before = decayed[s * BLOCK + k];
+        const V dh_s = dh[k] + gs * c[k];
+        dC[s * BLOCK + k] += gs * (before + push * b[k]);
+        dB[s * BLOCK + k] += dh_s * push;
+        du_s += dh_s * b[k];
+        const V dlog = dh_s * before;
+        dd_s += dlog * a[k];
+        dA[k] += dlog * size;
+        dh[k] = dh_s * decays[s * BLOCK + k];
+      }
+      du[s] = du_s;
+      dd[s] = dd_s;
+      if (starts(s)) std::fill(dh, dh + BLOCK, V{});
+    }
+    for (int k = 0; k < BLOCK && n + k < p.state; ++k) {
+      store(p.dstate.at<T>(batch, n + k, first + v * W), 1, count(v), dh[k]);
+      add(p.sums.at<T>(batch, n + k, first + v * W), v, dA[k]);
+    }
+  }
+};
+
+template <class T>
+void forward(const Scan& p) {
+  parallel(Tile<T>::tasks(p), p.threads,
+           [&](int64_t slot, int64_t task) { Tile<T>(p, slot, task).forward(); });
+}
+
+template <class T>
+void backward(const Scan& p) {
+  const int64_t tiles = Tile<T>::tiles_per_group(p);
+  constexpr int64_t ROWS = 8;  // steps whose shares one task adds up
+  for (int64_t chunk = (p.tokens + p.chunk - 1) / p.chunk - 1; chunk >= 0; --chunk) {
+    parallel(Tile<T>::tasks(p), p.threads,
+             [&](int64_t slot, int64_t task) { Tile<T>(p, slot, task).backward(chunk); });
+    const int64_t begin = chunk * p.chunk, steps = std::min(p.chunk, p.tokens - begin);
+    const int64_t parts = (steps + ROWS - 1) / ROWS;
+    parallel(p.batch * p.groups * parts, p.threads, [&](int64_t, int64_t task) {
+      const int64_t owner = task / parts, batch = owner / p.groups, group = owner % p.groups;
+      const int64_t last = std::min(steps, (task % parts + 1) * ROWS);
+      for (int64_t s = task % parts * ROWS; s < last; ++s) {
+        const int64_t token = p.reverse ? p.tokens - 1 - begin - s : begin + s;
+        T *dB = p.dB.at<T>(batch, token, group), *dC = p.dC.at<T>(batch, token, group);
+        std::fill(dB, dB + p.state, T(0));
+        std::fill(dC, dC + p.state, T(0));
+        for (int64_t tile = owner * tiles; tile < (owner + 1) * tiles; ++tile) {
+          const T *share_B = p.shares.at<T>(0, tile, s), *share_C = p.shares.at<T>(1, tile, s);
+          for (int64_t n = 0; n < p.state; ++n) {
+            dB[n] += share_B[n];
+            dC[n] += share_C[n];
+          }
+        }
+      }
+    });
+  }
+}
+
+}  // namespace
+
+extern "C" {
+int64_t brickwork_scan_scratch(const Scan* scan) {
+  return std::max(Tile<float>::scratch(*scan), Tile<double>::scratch(*scan));
+}
+void brickwork_scan_forward_float32(const Scan* scan) { forward<float>(*scan); }
+void brickwork_scan_forward_float64(const Scan* scan) { forward<double>(*scan); }
+void brickwork_scan_backward_float32(const Scan* scan) { backward<float>(*scan); }
+void brickwork_scan_backward_float64(const Scan* scan) { backward<double>(*scan); }
+}

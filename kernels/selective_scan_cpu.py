@@ -1,0 +1,267 @@
+"""The selective scan compiled for the CPU: `selective_scan_cpu.cpp` as a PyTorch op.
+
+The exponential of a decay, exp(Δ A), has a relative error below (2 + 2 |Δ A|) · 1e-7 in float32; it
+is 0 below the normal numbers. Extra memory beyond results and gradients: a few hundred KiB per
+thread; if a gradient will be asked for, the state at the start of every chunk of tokens (a quarter
+of x's size up to N = 64); in backward each tile's share in the gradients of B and C, for one chunk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brickwork.kernels import cpu_extension
+from brickwork.kernels.backend import compute_dtype, why_not_opaque
+
+_LIBRARY = "selective_scan_cpu"
+_TILE = 64  # channels that one thread takes at a time; fixed, so that sums do not depend on threads
+
+
+def unavailable_here() -> str | None:
+    """Why the compiled scan cannot run on this machine, or None; builds it if need be."""
+    return cpu_extension.unavailable(_LIBRARY)
+
+
+def why_not(x: Tensor) -> str | None:
+    """Why the compiled scan cannot run now on tensors like x, or None."""
+    if x.device.type != "cpu":
+        return f"it takes CPU tensors, got {x.device.type}"
+    return why_not_opaque() or unavailable_here()
+
+
+def selective_scan_cpu(
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    softplus: bool,
+    reverse: bool,
+    mask: Tensor | None,
+    starts: Tensor | None,
+    initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`selective_scan` for checked arguments, with B and C (B, T, G, N) and sequence starts."""
+    floating = (x, delta, A, B, C, D, z, delta_bias, initial_state)
+    dtype = compute_dtype(*floating)
+    wide = [None if t is None else t.to(dtype) for t in floating]
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in wide)
+    y, final_state, _ = _forward(*wide, mask, starts, softplus, reverse, keep)
+    return y.to(x.dtype), final_state
+
+
+@torch.library.custom_op("brickwork::selective_scan_cpu", mutates_args=(), device_types="cpu")
+def _forward(
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    initial_state: Tensor | None,
+    mask: Tensor | None,
+    starts: Tensor | None,
+    softplus: bool,
+    reverse: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, the final state and, if `keep`, the states (B, chunks, N, E) where a chunk starts."""
+    y, final_state, states = _empty_results(x, A, keep)
+    if y.numel() == 0:
+        if initial_state is None:
+            return y, final_state.zero_(), states
+        return y, final_state.copy_(initial_state), states
+    scan = _scan(
+        x, delta, A, B, C, D, z, delta_bias, initial_state, mask, starts, softplus, reverse
+    )
+    scan.y, scan.final_state = _array(y), _array(final_state)
+    scan.states = _array(states) if keep else _Array()
+    _run("forward", scan, x)
+    return y, final_state, states
+
+
+@torch.library.custom_op(
+    "brickwork::selective_scan_cpu_backward", mutates_args=(), device_types="cpu"
+)
+def _backward(
+    dy: Tensor | None,
+    dfinal: Tensor | None,
+    states: Tensor,
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    initial_state: Tensor | None,
+    mask: Tensor | None,
+    starts: Tensor | None,
+    softplus: bool,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, delta, A, B, C, D, z, delta_bias and initial_state, in this order."""
+    grads = _empty_gradients(x, A, B, z)
+    dx, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dinitial = grads
+    dstate = dinitial.mT
+    dstate.zero_() if dfinal is None else dstate.copy_(dfinal.mT)
+    if x.numel() == 0:
+        for grad in (dA, dB, dC, dD, ddelta_bias):
+            grad.zero_()
+        return grads
+    scan = _scan(
+        x, delta, A, B, C, D, z, delta_bias, initial_state, mask, starts, softplus, reverse
+    )
+    rows, (channels, state), groups = x.shape[0], A.shape, B.shape[2]
+    tasks = rows * groups * -(-(channels // groups) // scan.tile)
+    sums = torch.zeros(rows, state + 2, channels, dtype=x.dtype)
+    shares = torch.empty(2, tasks, scan.chunk, state, dtype=x.dtype)
+    scan.states, scan.dstate, scan.sums, scan.shares = map(_array, (states, dstate, sums, shares))
+    scan.dy, scan.dz = _array(dy), _array(None if z is None else dz)
+    scan.dx, scan.ddelta, scan.dB, scan.dC = map(_array, (dx, ddelta, dB, dC))
+    _run("backward", scan, x)
+    for row in sums[1:]:  # one after the other: the order of a sum must not depend on threads
+        sums[0] += row
+    dA.copy_(sums[0, :state].mT)
+    dD.copy_(sums[0, state])
+    ddelta_bias.copy_(sums[0, state + 1])
+    return grads
+
+
+def _empty_results(x: Tensor, A: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+    (rows, tokens, channels), state = x.shape, A.shape[1]
+    chunks = -(-tokens // _chunk(state)) if keep else 0
+    like: Any = {"dtype": x.dtype, "device": x.device}
+    return (
+        torch.empty(x.shape, **like),
+        torch.empty(rows, channels, state, **like),
+        torch.empty(rows, chunks, state, channels, **like),
+    )
+
+
+def _empty_gradients(
+    x: Tensor, A: Tensor, B: Tensor, z: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows, channels, state = x.shape[0], x.shape[2], A.shape[1]
+    like: Any = {"dtype": x.dtype, "device": x.device}
+    return (
+        torch.empty(x.shape, **like),
+        torch.empty(x.shape, **like),
+        torch.empty(channels, state, **like),
+        torch.empty(B.shape, **like),
+        torch.empty(B.shape, **like),
+        torch.empty(channels, **like),
+        torch.empty(0 if z is None else x.shape, **like),
+        torch.empty(channels, **like),
+        torch.empty(rows, state, channels, **like).mT,
+    )
+
+
+@_forward.register_fake
+def _(x: Tensor, delta: Tensor, A: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_results(x, A, others[-1])
+
+
+@_backward.register_fake
+def _(dy: Any, dfinal: Any, states: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    x, _, A, B, _, _, z, *_ = inputs
+    return _empty_gradients(x, A, B, z)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.softplus, ctx.reverse, _ = inputs
+    ctx.save_for_backward(output[2], *tensors)
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dy: Tensor | None, dfinal: Tensor | None, _: None) -> tuple[Any, ...]:
+    states, *tensors = ctx.saved_tensors
+    flags = ctx.softplus, ctx.reverse
+    if states.numel() == 0:  # the forward pass did not know that a gradient would be asked for
+        states = _forward(*tensors, *flags, True)[2]
+    grads = _backward(dy, dfinal, states, *tensors, *flags)
+    wanted = [g if t is not None else None for g, t in zip(grads, tensors)]
+    return (*wanted, None, None, None, None, None)
+
+
+_forward.register_autograd(_gradients, setup_context=_setup_context)
+
+
+class _Array(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64 * 4))
+
+
+_SIZES = "batch tokens channels groups state chunk tile threads softplus reverse"
+_ARRAYS = (
+    "x delta A B C D z delta_bias mask starts initial y final_state states scratch "
+    "dy dx ddelta dB dC dz dstate sums shares"
+)
+
+
+class _Scan(ctypes.Structure):
+    """The twin of `struct Scan` in the source."""
+
+    _fields_ = tuple((name, ctypes.c_int64) for name in _SIZES.split()) + tuple(
+        (name, _Array) for name in _ARRAYS.split()
+    )
+
+
+def _chunk(state: int) -> int:
+    """Tokens between kept states: the more states, the more tokens, while the cache holds them."""
+    return min(max(64, 4 * state), 256)
+
+
+def _array(tensor: Tensor | None) -> _Array:
+    if tensor is None:
+        return _Array()
+    return _Array(tensor.data_ptr(), (ctypes.c_int64 * 4)(*tensor.stride()))
+
+
+def _scan(
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    initial_state: Tensor | None,
+    mask: Tensor | None,
+    starts: Tensor | None,
+    softplus: bool,
+    reverse: bool,
+) -> Any:
+    scan: Any = _Scan()
+    scan.batch, scan.tokens, scan.channels = x.shape
+    scan.groups, scan.state = B.shape[2:]
+    scan.chunk = _chunk(scan.state)
+    scan.tile = min(_TILE, -(-(scan.channels // scan.groups) // 16) * 16)
+    scan.threads = torch.get_num_threads()
+    scan.softplus, scan.reverse = softplus, reverse
+    scan.x, scan.delta, scan.A, scan.B, scan.C = map(_array, (x, delta, A, B, C))
+    scan.D, scan.z, scan.delta_bias = map(_array, (D, z, delta_bias))
+    scan.mask, scan.starts, scan.initial = map(_array, (mask, starts, initial_state))
+    return scan
+
+
+def _run(direction: str, scan: Any, like: Tensor) -> None:
+    library = cpu_extension.load(_LIBRARY)
+    library.brickwork_scan_scratch.restype = ctypes.c_int64
+    size = library.brickwork_scan_scratch(ctypes.byref(scan))
+    scratch = torch.empty(scan.threads, size, dtype=torch.uint8)
+    scan.scratch = _array(scratch)
+    dtype = {torch.float32: "float32", torch.float64: "float64"}[like.dtype]
+    getattr(library, f"brickwork_scan_{direction}_{dtype}")(ctypes.byref(scan))

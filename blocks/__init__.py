@@ -15,6 +15,11 @@ from brickwork.blocks.moe import load_balancing_loss as load_balancing_loss
 from brickwork.blocks.moe import router_z_loss as router_z_loss
 from brickwork.blocks.norm import AddNorm as AddNorm
 from brickwork.blocks.norm import RMSNorm as RMSNorm
+from brickwork.blocks.packing import Collator as Collator
+from brickwork.blocks.packing import SequenceBatch as SequenceBatch
+from brickwork.blocks.packing import pack as pack
+from brickwork.blocks.packing import pad as pad
+from brickwork.blocks.param_groups import decay_parameter_groups as decay_parameter_groups
 from brickwork.blocks.residual import Residual as Residual
 from brickwork.blocks.rope import RoPE as RoPE
 from brickwork.blocks.swiglu import SwiGLU as SwiGLU

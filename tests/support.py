@@ -98,18 +98,28 @@ def assert_same_function(
     *,
     terms: int = 1,
     compute: torch.dtype | None = None,
+    one_scale: bool = False,
 ) -> None:
-    """Assert that two functions agree in every output and in the gradient of every input."""
+    """Assert that two functions agree in every output and in the gradient of every input.
+
+    `one_scale`: where all are sums over the same products, so that a small one may be the
+    difference of large terms, the size of the terms is the largest magnitude among all of them.
+    """
     values, grads = gradients(actual, inputs)
     expected_values, expected_grads = gradients(expected, inputs)
     assert len(values) == len(expected_values)
+    scale = None
+    if one_scale:
+        every = [t for t in (*expected_values, *expected_grads) if t is not None and t.numel()]
+        scale = max((t.abs().max().item() for t in every), default=None)
     for i, (a, e) in enumerate(zip(values, expected_values)):
         assert a.dtype == e.dtype, f"output {i}: {a.dtype} against {e.dtype}"
-        assert_close(a, e, terms=terms, compute=compute, name=f"output {i}")
+        assert_close(a, e, terms=terms, compute=compute, scale=scale, name=f"output {i}")
     for i, (a, e) in enumerate(zip(grads, expected_grads)):
         assert (a is None) == (e is None), f"gradient of input {i}: one side has none"
         if a is not None and e is not None:
-            assert_close(a, e, terms=terms, compute=compute, name=f"gradient of input {i}")
+            name = f"gradient of input {i}"
+            assert_close(a, e, terms=terms, compute=compute, scale=scale, name=name)
 
 
 def gradcheck(function: Callable[..., object], inputs: Sequence[Tensor | None]) -> None:

@@ -7,7 +7,7 @@ import torch
 from support import assert_close, gradcheck
 from torch import Tensor, nn
 
-from brickwork.blocks import Residual, RMSNorm
+from brickwork.blocks import Attention, MoE, MoEOutput, Residual, RMSNorm, RoPE
 
 
 class Routed(NamedTuple):
@@ -66,6 +66,23 @@ def test_every_field_of_a_tuple_is_kept():
     assert isinstance(output, Routed)
     assert torch.equal(output.y, x + block.post_norm(inner.y))
     assert torch.equal(output.router_logits, inner.router_logits)
+
+
+def test_around_attention_and_experts():
+    """Rish's block: the norm on each branch's output, masks passed through, routing returned."""
+    attention = Attention(8, num_heads=2, rope=RoPE(4), causal=True)
+    experts = MoE(8, hidden_dim=4, num_experts=3, top_k=2)
+    first = Residual(attention, post_norm=RMSNorm(8))
+    second = Residual(experts, post_norm=RMSNorm(8))
+    x, mask = torch.randn(2, 5, 8), torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]]).bool()
+    middle = first(x, mask=mask)
+    assert torch.equal(middle, x + first.post_norm(attention(x, mask=mask)))
+    output, inner = second(middle), experts(middle)
+    assert isinstance(output, MoEOutput)
+    assert torch.equal(output.y, middle + second.post_norm(inner.y))
+    assert torch.equal(second(middle, routing=inner.indices).y, output.y)
+    for kept, original in zip(output[1:], inner[1:]):
+        assert torch.equal(kept, original)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

@@ -8,6 +8,7 @@ import sys
 import hypothesis
 import pytest
 import torch
+from torch._dynamo import trace_rules
 
 hypothesis.settings.register_profile(
     "brickwork", deadline=None, derandomize=True, max_examples=25, database=None
@@ -35,8 +36,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 
+# PyTorch remembers its constructors on first use: make that be before any is wrapped below.
 with torch.device("meta"):
-    torch.empty(0)  # torch remembers its constructors on first use: before any is wrapped below
+    torch.empty(0)
+trace_rules.get_torch_obj_rule_map()
 
 
 @pytest.fixture(autouse=True)

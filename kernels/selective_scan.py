@@ -129,11 +129,12 @@ def selective_scan_reference(
     T, N = x.shape[1], A.shape[1]
     starts = sequence_starts(seq_ids, mask, reverse=reverse)
     with autocast_off(x):
-        step = step_sizes(delta.to(dtype), delta_bias, softplus)
-        wide, B, C = x.to(dtype), B.to(dtype), C.to(dtype)
+        wide, delta, B, C = (t.to(dtype) for t in (x, delta, B, C))
         if mask is not None:
-            step, wide = keep_real(step, mask), keep_real(wide, mask)
-            B, C = keep_real(B, mask), keep_real(C, mask)
+            wide, delta, B, C = (keep_real(t, mask) for t in (wide, delta, B, C))
+        step = step_sizes(delta, delta_bias, softplus)
+        if mask is not None:
+            step = keep_real(step, mask)
         B, C = (t.unsqueeze(2) if t.dim() == 3 else t for t in (B, C))
         G = B.shape[2]
         decay_rate = rearrange(A.to(dtype), "(g k) n -> g k n", g=G)

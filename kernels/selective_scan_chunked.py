@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from brickwork.kernels.backend import compute_dtype
+from brickwork.kernels.backend import autocast_off, compute_dtype
 from brickwork.kernels.selective_scan import step_sizes
 
 TOKENS = 32
@@ -45,7 +45,8 @@ def selective_scan_chunked(
     """`selective_scan` for checked arguments, with B and C (B, T, G, N) and sequence starts."""
     floats = (x, delta, A, B, C, D, z, delta_bias, initial_state)
     training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in floats)
-    y, final_state, _ = _forward(*floats, mask, starts, softplus, reverse, training)
+    with autocast_off(x):
+        y, final_state, _ = _forward(*floats, mask, starts, softplus, reverse, training)
     return y, final_state
 
 
@@ -339,7 +340,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tens
 
 def _differentiate(ctx: Any, dy: Tensor, dfinal: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     kept, *tensors = ctx.saved_tensors
-    found = iter(_backward(dy, dfinal, kept, *tensors, ctx.softplus, ctx.reverse))
+    with autocast_off(dy):
+        found = iter(_backward(dy, dfinal, kept, *tensors, ctx.softplus, ctx.reverse))
     return tuple(None if t is None else next(found) for t in tensors[:9]) + (None,) * 5
 
 

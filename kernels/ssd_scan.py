@@ -135,11 +135,12 @@ def ssd_scan_reference(
     Q = chunk_size or CHUNK
     starts = sequence_starts(seq_ids, mask, reverse=reverse)
     with autocast_off(x):
-        step = step_sizes(delta.to(dtype), delta_bias, softplus)
-        wide, B, C = x.to(dtype), B.to(dtype), C.to(dtype)
+        wide, delta, B, C = (t.to(dtype) for t in (x, delta, B, C))
         if mask is not None:
-            step, wide = keep_real(step, mask), keep_real(wide, mask)
-            B, C = keep_real(B, mask), keep_real(C, mask)
+            wide, delta, B, C = (keep_real(t, mask) for t in (wide, delta, B, C))
+        step = step_sizes(delta, delta_bias, softplus)
+        if mask is not None:
+            step = keep_real(step, mask)
         push = rearrange(wide * step[..., None], "b t (g k) p -> b g k t p", g=G)
         decay = rearrange(step * A.to(dtype), "b t (g k) -> b g k t", g=G)
         B, C = (rearrange(t, "b t g n -> b g 1 t n") for t in (B, C))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu
 
-from brickwork.kernels.backend import compute_dtype
+from brickwork.kernels.backend import autocast_off, compute_dtype
 from brickwork.kernels.selective_scan import step_sizes
 
 ELEMENTS = 2**18  # of the decays of a chunk: they and the products' operands stay in the cache
@@ -43,7 +43,8 @@ def ssd_scan_chunked(
     """`ssd_scan` for checked arguments, with sequence starts."""
     floats = (x, delta, A, B, C, D, z, delta_bias, initial_state)
     training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in floats)
-    y, final_state, _ = _forward(*floats, mask, starts, softplus, reverse, chunk_size, training)
+    with autocast_off(x):
+        y, final_state, _ = _forward(*floats, mask, starts, softplus, reverse, chunk_size, training)
     return y, final_state
 
 
@@ -400,7 +401,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tens
 
 def _differentiate(ctx: Any, dy: Tensor, dfinal: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     kept, *tensors = ctx.saved_tensors
-    found = iter(_backward(dy, dfinal, kept, *tensors, *ctx.options))
+    with autocast_off(dy):
+        found = iter(_backward(dy, dfinal, kept, *tensors, *ctx.options))
     return tuple(None if t is None else next(found) for t in tensors[:9]) + (None,) * 6
 
 

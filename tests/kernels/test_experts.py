@@ -305,8 +305,18 @@ def test_no_float64_on_float32_input():
         grouped.backward_by_expert(out[:7], *inputs[:3], groups, weight, both, [True] * 4)
 
 
-def test_grouped_mm_form_equals_the_loop():
-    """The form for CUDA, run on the CPU: idle experts, narrow dtypes, gradients not wanted."""
+def test_grouped_mm_form_equals_the_loop(monkeypatch):
+    """The form for CUDA, run on the CPU: narrow dtypes, gradients not wanted; D4 53: where an
+    expert without rows is left with garbage, as on some devices."""
+    whole = torch.nn.functional.grouped_mm
+
+    def dirty(a, b, *, offs):
+        out = whole(a, b, offs=offs)
+        if b.ndim == 2:
+            out[offs.diff(prepend=offs.new_zeros(1)) == 0] = float("nan")
+        return out
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", dirty)
     for dtype in (torch.float32, torch.bfloat16):
         x, gate_up, down, indices, weights = problem(
             tokens=30, width=16, hidden=8, num_experts=6, used=4, dtype=dtype

@@ -6,6 +6,7 @@ order and cut at the sequence boundaries, and every sequence is summed up in clo
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,37 @@ from torch import Tensor
 # Lengths at the borders: empty, one, around the chunk of 4 that the tests set, more chunks.
 LENGTHS = st.sampled_from([0, 1, 2, 3, 4, 5, 8, 9, 13])
 PADDINGS = st.sampled_from([None, "left", "right", "both", "interior", "all"])
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        name: st.booleans()
+        for name in ("D", "z", "delta_bias", "initial_state", "softplus", "reverse")
+    }
+)
+# Everything at once, and each option that changes the course of the computation.
+CHOICES = [
+    {},
+    {"reverse": True, "softplus": True, "delta_bias": True},
+    {"D": True, "z": True, "initial_state": True},
+    {"mask": True, "seq_ids": True, "z": True, "D": True},
+    dict.fromkeys(
+        ("D", "z", "delta_bias", "initial_state", "softplus", "reverse", "mask", "seq_ids"), True
+    ),
+]
+
+
+def call(
+    function: Callable[..., Any], given: Mapping[str, bool], **fixed: Any
+) -> Callable[..., Any]:
+    """`function` of a scan's nine tensors, the last four only where `given` names them."""
+
+    def run(x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *optional: Tensor) -> Any:
+        names = ("D", "z", "delta_bias", "initial_state")
+        tensors = {n: t for n, t in zip(names, optional) if given.get(n)}
+        flags = {n: given[n] for n in ("softplus", "reverse") if n in given}
+        return function(x, delta, A, B, C, **tensors, **flags, **fixed)
+
+    return run
 
 
 def padding_mask(kind: str | None, batch: int, T: int) -> Tensor | None:

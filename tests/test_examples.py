@@ -101,8 +101,10 @@ def assert_same_run(one: Path, other: Path) -> None:
     first, second = state_of(one), state_of(other)
     assert first["losses"] == second["losses"]
     assert first["held_out"] == second["held_out"]
-    for part in ("optimizer", "generator", "global_generator"):
-        torch.testing.assert_close(first[part], second[part], rtol=0, atol=0)
+    assert torch.equal(first["generator"], second["generator"])
+    assert torch.equal(first["global_generator"], second["global_generator"])
+    moments = [state["optimizer"]["state"] for state in (first, second)]
+    torch.testing.assert_close(*moments, rtol=0, atol=0)
     torch.testing.assert_close(weights_of(one), weights_of(other), rtol=0, atol=0)
 
 
@@ -140,9 +142,10 @@ def test_an_interrupted_run_ends_as_one_left_alone(name, example, data, tmp_path
 
 def test_a_script_stopped_by_ctrl_c_resumes_exactly(data, tmp_path):
     name = "train_rish"
-    whole = start(name, options(name, data, tmp_path / "whole", "--steps", "400"))
-    parts = start(name, options(name, data, tmp_path / "parts", "--steps", "400"))
-    deadline = time.monotonic() + 120
+    long = ["--steps", "400", "--eval-every", "50"]
+    whole = start(name, options(name, data, tmp_path / "whole", *long))
+    parts = start(name, options(name, data, tmp_path / "parts", *long))
+    deadline = time.monotonic() + 300
     while not list((tmp_path / "parts").glob("step-*")):
         assert parts.poll() is None
         assert time.monotonic() < deadline
@@ -150,7 +153,7 @@ def test_a_script_stopped_by_ctrl_c_resumes_exactly(data, tmp_path):
     parts.send_signal(signal.SIGINT)
     out, err = finish(parts, 130)
     steps = int(re.search(r"Stopped at step (\d+) of 400", out)[1])
-    assert 3 <= steps < 400
+    assert 50 <= steps < 400
     assert "Ctrl-C again quits at once" in out + err
     assert len(state_of(tmp_path / "parts")["losses"]) == steps
 

@@ -86,10 +86,12 @@ def residue_recovery(residues: str, recovered: Sequence[float], frequency: Seque
 
 def _svg(figure: Figure, label: str) -> str:
     text = io.StringIO()
-    # ids in the page's SVGs must differ: they are hashes with this salt
+    # ids of a page's SVGs must differ: those that are used are hashes with this salt
     with rc_context({"svg.hashsalt": label}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     svg = re.sub(r"^.*?(?=<svg)", "", text.getvalue(), flags=re.DOTALL)
+    used = set(re.findall(r"#(\w+)[\")]", svg))
+    svg = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in used else "", svg)
     for stand_in, colour in CSS.items():
         svg = svg.replace(stand_in, colour)
     return svg.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)

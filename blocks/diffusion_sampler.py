@@ -85,7 +85,9 @@ def sample(
     Returns:
         (B, P + gen_length) in prompt_ids' dtype, answers right behind their prompts. A row's
         padding stays in front of its first token if it stood there; other padding moves
-        behind the answer. (A row without any token has all its padding in front.)
+        behind the answer. (A row without any token has all its padding in front.) A batch gives
+        its rows' results as far as the model does: where confidences are equal but for rounding,
+        as on a canvas of nothing but masks, the model's rounding decides which comes first.
 
     Raises:
         ValueError: an option outside its range, a wrong shape or dtype, given ids outside the

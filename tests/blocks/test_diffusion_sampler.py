@@ -56,7 +56,7 @@ class Known:
 
 
 def options_for(rule: str, **options):
-    return {"rule": rule, **({"threshold": 0.3} if rule == "threshold" else {}), **options}
+    return {"rule": rule, **({"threshold": 0.8} if rule == "threshold" else {}), **options}
 
 
 def prompts(lengths: list[int], side: str, seed: int = 0, pads: int | None = None):
@@ -164,7 +164,7 @@ def test_a_batch_equals_its_rows(rule, temperature, positions):
     ):
         lengths = [3, 6, 0, 1]
         ids, real = prompts(lengths, side, pads=pads)
-        ids[1, 2] = MASK  # and one place to fill inside a prompt
+        ids[1, 2:5] = MASK  # and places to fill inside a prompt
         steps = None if rule == "threshold" else 5
         options = options_for(rule, gen_length=7, block_length=3, steps=steps,
                               temperature=temperature, cfg_scale=cfg_scale)  # fmt: skip
@@ -178,6 +178,19 @@ def test_a_batch_equals_its_rows(rule, temperature, positions):
                 Mixing(positions), ids[row : row + 1, real[row]], generator=generator, **options
             )
             assert torch.equal(alone[0], cells)
+
+
+def test_rows_that_finish_a_block_early_draw_no_more_than_alone():
+    diffusion = MaskedDiffusion(mask_token_id=2)
+    model = Known(torch.tensor([0.6, 0.4, 1.0]).log())
+    options = {"gen_length": 12, "block_length": 3, "rule": "threshold", "threshold": 0.5,
+               "temperature": 1.0}  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    together = diffusion.sample(model, torch.zeros(6, 0).long(), generator=generator, **options)
+    generator.manual_seed(0)
+    for row in together:
+        alone = diffusion.sample(model, torch.zeros(1, 0).long(), generator=generator, **options)
+        assert torch.equal(alone[0], row)
 
 
 def test_layout_of_the_result():
@@ -507,6 +520,12 @@ def test_confidence_is_that_of_the_drawn_token_without_temperature():
     )  # fmt: skip
     assert sorted(tokens[0].unique().tolist()) == [0, 1]
     assert torch.equal(chosen, tokens == 0)
+
+
+def test_only_pending_masks_are_chosen_however_many_are_asked_for():
+    logits, pending = torch.randn(1, 4, 3), torch.tensor([[True, False, True, False]])
+    _, chosen = pick(logits, pending, torch.tensor([4]), rule="entropy")
+    assert torch.equal(chosen, pending)
 
 
 @pytest.mark.parametrize("rule", ["low_confidence", "margin", "entropy"])

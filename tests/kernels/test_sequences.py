@@ -5,7 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scans import LENGTHS, PADDINGS, packing_ids, padding_mask, sequences
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from brickwork.kernels.causal_conv1d import causal_conv1d
+from brickwork.kernels.selective_scan import selective_scan
 from brickwork.kernels.sequences import (
     check_mask,
     check_seq_ids,
@@ -13,6 +16,7 @@ from brickwork.kernels.sequences import (
     sequence_starts,
     take_tokens,
 )
+from brickwork.kernels.ssd_scan import ssd_scan
 
 
 @given(T=LENGTHS, padding=PADDINGS, reverse=st.booleans())
@@ -55,3 +59,29 @@ def test_errors():
         ValueError, match=r"seq_ids must have shape \(B, T\) = \(1, 2\), got \(1, 3\)"
     ):
         check_seq_ids(torch.zeros(1, 3, dtype=torch.int32), (1, 2))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_references_use_no_float64_on_float32(reverse):
+    """Devices without float64 run them too."""
+    x, A = torch.randn(2, 5, 4), -torch.rand(4, 3)
+    B = torch.randn(2, 5, 2, 3)
+    where = {
+        "mask": torch.rand(2, 5) < 0.7,
+        "seq_ids": torch.arange(10).view(2, 5) // 3,
+        "reverse": reverse,
+        "backend": "torch",
+    }
+    scan = {"D": torch.ones(4), "delta_bias": torch.ones(4), "softplus": True, **where}
+    with _Float64Forbidden():
+        causal_conv1d(x, torch.randn(4, 3), activation="silu", **where)
+        selective_scan(x, x, A, B, B, z=x, **scan)
+        ssd_scan(x[..., None], x, A[:, 0], B, B, z=x[..., None], **scan)
+
+
+class _Float64Forbidden(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            assert not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float64, func
+        return out

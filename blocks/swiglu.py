@@ -133,7 +133,6 @@ def _fuse_in_state_dict(
     error_msgs: list[str],
 ) -> None:
     """Bring the entries under our names, gate and up fused; note what does not fit together."""
-    assert isinstance(module, SwiGLU)
     for kind in ("weight", "bias"):
         fused = f"{prefix}gate_up.{kind}"
         pairs = [(f"{prefix}{gate}.{kind}", f"{prefix}{up}.{kind}") for gate, up in _SPLIT]
@@ -153,12 +152,12 @@ def _fuse_in_state_dict(
             error_msgs.append(f"{names[0]} is given without {missing}")
         else:
             gate, up = (state_dict.pop(key) for key in given[0])
-            if gate.shape == up.shape and gate.shape[:1] == (module.hidden_dim,):
+            if gate.shape == up.shape:
                 state_dict[fused] = fuse_gate_up(gate, up)
                 continue
             error_msgs.append(
-                f"{given[0][0]} and {given[0][1]} must each have {module.hidden_dim} rows and one "
-                f"shape, got {tuple(gate.shape)} and {tuple(up.shape)}"
+                f"{given[0][0]} and {given[0][1]} must have one shape, "
+                f"got {tuple(gate.shape)} and {tuple(up.shape)}"
             )
         for key in names:  # named above, so not once more as unexpected
             state_dict.pop(key, None)

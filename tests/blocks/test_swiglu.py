@@ -137,7 +137,9 @@ def test_what_cannot_be_meant_is_an_error(strict):
     refused(half, r"up\.weight is given without gate\.weight")
     refused(good | {"down_proj.weight": good["down.weight"]}, "weight of down is given more than")
     uneven = good | {"gate.weight": torch.ones(7, 4), "up.weight": torch.ones(5, 4)}
-    refused(uneven, r"must each have 6 rows and one shape, got \(7, 4\) and \(5, 4\)")
+    refused(uneven, r"must have one shape, got \(7, 4\) and \(5, 4\)")
+    uneven = good | {"gate.weight": torch.ones(7, 4), "up.weight": torch.ones(7, 4)}
+    refused(uneven, r"size mismatch for gate_up\.weight")
 
 
 def test_strict_loading_still_complains():

@@ -537,6 +537,25 @@ def test_rows_are_masked_where_they_are_not_selected(monkeypatch):
         assert_close(a, b, terms=16)
 
 
+def test_autocast_on_other_devices(monkeypatch):
+    """There, products take autocast's dtype; here, on meta tensors."""
+    hidden, weight, labels, _ = (t.to("meta") for t in problem())
+    monkeypatch.setattr(torch.amp, "is_autocast_available", lambda device: True)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: torch.bfloat16)
+    seen = []
+
+    def record(hidden, weight, labels):
+        seen.append((hidden.dtype, weight.dtype))
+        return hidden.new_zeros(len(labels), dtype=torch.float32)
+
+    monkeypatch.setattr(chunked, "token_losses", record)
+    loss = cross_entropy(hidden, weight, labels, reduction="none")
+    assert (loss.dtype, seen) == (torch.float32, [(torch.bfloat16, torch.bfloat16)])
+    cross_entropy(hidden.double(), weight, labels, reduction="none")
+    assert seen[1] == (torch.float64, torch.float64)
+
+
 def test_auto_is_chunked_and_can_be_told_otherwise(monkeypatch):
     hidden, weight, labels, _ = problem()
     ran = []

@@ -287,6 +287,24 @@ def test_grouped_computes_in_the_dtype_of_autocast():
     assert not torch.equal(y, experts(x, gate_up, down, indices, weights))
 
 
+def test_the_reference_is_not_changed_by_autocast():
+    inputs = problem(tokens=20)
+    expected = experts_reference(*inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(experts_reference(*inputs), expected)
+
+
+def test_choices_are_sorted_by_expert_and_then_by_token():
+    indices = torch.randint(0, 3, (400, 2))
+    groups = grouped.sort_by_expert(indices, 4)
+    expected = sorted(range(800), key=lambda n: (indices.flatten()[n].item(), n))
+    assert groups.order.tolist() == expected
+    assert torch.equal(groups.token, groups.order // 2)
+    assert torch.equal(groups.order[groups.place].flatten(), torch.arange(800))
+    assert groups.counts.tolist() == [(indices == e).sum().item() for e in range(4)]
+    assert groups.ends.tolist() == groups.counts.cumsum(0).tolist()
+
+
 class NoDouble(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))

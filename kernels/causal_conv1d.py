@@ -5,7 +5,7 @@ B batch, T tokens, C channels, W width of the filters.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,7 +80,12 @@ def causal_conv1d(
     size = check_conv(x, weight, bias, activation, reverse, initial_state)
     mask = check_mask(mask, size)
     check_seq_ids(seq_ids, size)
-    chosen = choose("causal_conv1d", backend, chunked=lambda: _why_not_chunked(x))
+    chosen = choose(
+        "causal_conv1d",
+        backend,
+        causal_conv1d=lambda: _why_not_package(x, weight, bias, initial_state, mask),
+        chunked=lambda: _why_not_chunked(x),
+    )
     if chosen == "torch":
         return causal_conv1d_reference(
             x,
@@ -93,11 +98,22 @@ def causal_conv1d(
             initial_state=initial_state,
         )
     starts = sequence_starts(seq_ids, mask, reverse=reverse)
-    from brickwork.kernels.causal_conv1d_chunked import causal_conv1d_chunked
+    if chosen == "causal_conv1d":
+        from brickwork.kernels.causal_conv1d_causal_conv1d import causal_conv1d_causal_conv1d
 
-    y = causal_conv1d_chunked(x, weight, bias, initial_state, mask, starts, activation, reverse)
+        y = causal_conv1d_causal_conv1d(x, weight, bias, initial_state, starts, activation, reverse)
+    else:
+        from brickwork.kernels.causal_conv1d_chunked import causal_conv1d_chunked
+
+        y = causal_conv1d_chunked(x, weight, bias, initial_state, mask, starts, activation, reverse)
     final = last_tokens(x, initial_state, mask, starts, width=weight.shape[1] - 1, reverse=reverse)
     return CausalConv1dOutput(y, final)
+
+
+def _why_not_package(*tensors: Any) -> str | None:
+    from brickwork.kernels.causal_conv1d_causal_conv1d import why_not
+
+    return why_not(*tensors)
 
 
 def _why_not_chunked(x: Tensor) -> str | None:
@@ -179,9 +195,13 @@ def last_tokens(
     before = initial_state.to(x.dtype).mT
     if T == 0 or width == 0:
         return before.mT
-    real = torch.ones(batch, T, dtype=torch.bool, device=x.device) if mask is None else mask
-    order = scan_order(real, reverse=reverse)
-    rank = real.sum(1, keepdim=True) + torch.arange(-width, 0, device=x.device)
+    if mask is None:
+        count = torch.full((batch, 1), T, device=x.device)
+        order = torch.arange(T, device=x.device).expand(batch, T)
+        order = order.flip(1) if reverse else order
+    else:
+        count, order = mask.sum(1, keepdim=True), scan_order(mask, reverse=reverse)
+    rank = count + torch.arange(-width, 0, device=x.device)
     at = rank.clamp(min=0)
     tokens = take_tokens(x, order.gather(1, at))
     earlier = take_tokens(before, (rank + width).clamp(max=width - 1))

@@ -78,7 +78,21 @@ def selective_scan(
     size = check_scan(x, delta, A, B, C, D, z, delta_bias, softplus, reverse, initial_state)
     mask = check_mask(mask, size)
     check_seq_ids(seq_ids, size)
-    chosen = choose("selective_scan", backend, cpu=lambda: _why_not_cpu(x), chunked=why_not_opaque)
+    limits = {
+        "D": D,
+        "z": z,
+        "delta_bias": delta_bias,
+        "mask": mask,
+        "seq_ids": seq_ids,
+        "initial_state": initial_state,
+    }
+    chosen = choose(
+        "selective_scan",
+        backend,
+        cpu=lambda: _why_not_cpu(x),
+        mamba_ssm=lambda: _why_not_mamba_ssm(x, delta, A, B, C, **limits),
+        chunked=why_not_opaque,
+    )
     options: dict[str, Any] = {
         "D": D,
         "z": z,
@@ -97,6 +111,10 @@ def selective_scan(
         from brickwork.kernels.selective_scan_cpu import selective_scan_cpu
 
         return SelectiveScanOutput(*selective_scan_cpu(x, delta, A, B, C, **options))
+    if chosen == "mamba_ssm":
+        from brickwork.kernels.selective_scan_mamba_ssm import selective_scan_mamba_ssm
+
+        return SelectiveScanOutput(*selective_scan_mamba_ssm(x, delta, A, B, C, **options))
     from brickwork.kernels.selective_scan_chunked import selective_scan_chunked
 
     return SelectiveScanOutput(*selective_scan_chunked(x, delta, A, B, C, **options))
@@ -106,6 +124,12 @@ def _why_not_cpu(x: Tensor) -> str | None:
     from brickwork.kernels.selective_scan_cpu import why_not
 
     return why_not(x)
+
+
+def _why_not_mamba_ssm(*tensors: Tensor, **options: Any) -> str | None:
+    from brickwork.kernels.selective_scan_mamba_ssm import why_not
+
+    return why_not(*tensors, **options)
 
 
 def selective_scan_reference(

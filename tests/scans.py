@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 # Lengths at the borders: empty, one, around the chunk of 4 that the tests set, more chunks.
 LENGTHS = st.sampled_from([0, 1, 2, 3, 4, 5, 8, 9, 13])
@@ -164,3 +164,26 @@ def ssd_scan_oracle(
         **options,
     )
     return y.view_as(x), final.unflatten(1, x.shape[2:])
+
+
+class _Called(nn.Module):
+    def __init__(self, mixer: nn.Module, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.mixer = mixer
+        self.function = [function]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function[0](x)
+
+
+def with_parameters(
+    mixer: nn.Module, function: Callable[[Tensor], Any]
+) -> tuple[Callable[..., Any], list[Tensor]]:
+    """`function(x)` as one of x and the mixer's parameters, to compare their gradients too."""
+    called = _Called(mixer, function)
+    names = [name for name, _ in called.named_parameters()]
+
+    def run(x: Tensor, *values: Tensor) -> Any:
+        return torch.func.functional_call(called, dict(zip(names, values)), (x,))
+
+    return run, [p.detach() for p in mixer.parameters()]

@@ -229,12 +229,13 @@ def _check_new(keys: Tensor, values: Tensor, held: Tensor | None) -> None:
     if held is None:
         return
     check_shapes(cache=(held[:, :1], "B one G D"), keys=(keys, "B T G D"))
-    for attribute in ("dtype", "device"):
-        wanted, got = getattr(held, attribute), getattr(keys, attribute)
-        if wanted != got or got != getattr(values, attribute):
-            raise ValueError(
-                f"keys and values must have the cache's {attribute} {wanted}, got {got}"
-            )
+    for new in (keys, values):
+        for attribute in ("dtype", "device"):
+            wanted, got = getattr(held, attribute), getattr(new, attribute)
+            if wanted != got:
+                raise ValueError(
+                    f"keys and values must have the cache's {attribute} {wanted}, got {got}"
+                )
 
 
 def _refuse_recomputation() -> None:

@@ -462,6 +462,25 @@ def test_a_query_without_keys_gets_zero_and_no_nan(form, backend):
     assert_close(x.grad[:1], own.grad, terms=TERMS)
 
 
+@pytest.mark.parametrize("value", [-torch.inf, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("bool_mask", [False, True])
+def test_no_kernel_is_asked_for_a_softmax_over_nothing(bool_mask, value, monkeypatch):
+    """A1: kernels and versions of PyTorch differ there, so it never comes to it."""
+    rows = []
+
+    def record(q, k, v, *, attn_mask, **options):
+        rows.append(attn_mask if attn_mask.dtype == torch.bool else attn_mask.isfinite())
+        return torch.zeros(*q.shape[:-1], v.shape[-1])
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    bias = torch.zeros(2, 1, 4, 4).masked_fill(
+        torch.tensor([[1.0], [0.0]])[:, None, None] == 0, value
+    )
+    mask = torch.tensor([[0, 1, 1, 1], [0, 0, 0, 0]])
+    build(causal=True)(torch.randn(2, 4, DIM), mask=mask if bool_mask else (mask, bias))
+    assert rows[0].any(-1).all()
+
+
 def test_a_learned_bias_gets_its_gradient():
     attention = build(causal=True)
     x = torch.randn(2, 4, DIM, dtype=torch.float64)

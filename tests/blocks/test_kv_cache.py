@@ -418,6 +418,29 @@ def test_errors(kind):
         assert cache.length == 3
 
 
+@kinds
+def test_what_is_appended_is_held(kind):
+    cache = new_cache(kind, 2, 5)
+    keys, values = torch.randn(2, 2, 4, 2, HEAD_DIM).unbind()
+    mask = torch.tensor([[True, True], [False, True]])
+    positions = torch.tensor([[0, 1], [0, 0]])
+    cache.append(keys[:, :2], values[:, :2], positions=positions, mask=mask)
+    held = cache.append(keys[:, 2:], values[:, 2:], positions=torch.tensor([[2, 3]]))
+    assert int(held.start) == 2
+    assert torch.equal(held.keys[:, :4], keys)
+    assert torch.equal(held.values[:, :4], values)
+    assert held.positions[:, :4].tolist() == [[0, 1, 2, 3], [0, 0, 2, 3]]
+    assert held.mask.sum(1).tolist() == [4, 3]
+    assert cache.next_positions().tolist() == [4, 4]
+    assert cache.batch_size == 2
+    with pytest.raises(ValueError, match=r"keys must have shape \(B, T, G, D\) with B = 2"):
+        cache.append(keys[:1, :1], values[:1, :1], positions=positions[:1, :1])
+    with pytest.raises(ValueError, match="values must have shape"):
+        cache.append(keys[:, :1], values[:, :2], positions=positions[:, :1])
+    with pytest.raises(ValueError, match=r"cache's dtype torch\.float32, got torch\.float64"):
+        cache.append(keys[:, :1], values[:, :1].double(), positions=positions[:, :1])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -13,7 +13,7 @@ from support import assert_close, assert_same_function
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from brickwork.blocks import BiMamba, Mamba1, Mamba2, MambaState
+from brickwork.blocks import BiMamba, Mamba1, Mamba2, MambaState, pack, pad
 from brickwork.kernels.backend import prefer
 
 DIM = 8
@@ -96,6 +96,19 @@ def test_three_lengths_through_two_layers(kind, side):
         total = total + (hidden[mask] ** 2).sum() - sum((row**2).sum() for row in rows)
     (dx,) = torch.autograd.grad(total, x)
     assert_close(dx, torch.zeros_like(dx), terms=12 * 64, scale=(2 * x.abs().max() * 100).item())
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_lengths_beyond_the_chunks(kind):
+    """P4 in float32: 3, 60 and 500 tokens, batched, packed and one by one."""
+    mixer, options = MIXERS[kind]
+    block = BiMamba(DIM, mixer=mixer, **options)
+    sequences = [torch.randn(n, DIM) for n in (3, 60, 500)]
+    alone = [block(s[None])[0] for s in sequences]
+    for batch in (pad(sequences), pad(sequences, side="left"), pack(sequences)):
+        y = block(batch.values, mask=batch.mask, seq_ids=batch.seq_ids)
+        for a, e in zip(batch.unpack(y), alone):
+            assert_close(a, e, terms=500 * 16)
 
 
 @pytest.mark.parametrize("kind", MIXERS)

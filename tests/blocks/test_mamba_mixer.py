@@ -326,6 +326,17 @@ def test_compiles_to_one_graph_and_checkpoints(kind):
 
 
 @BOTH
+def test_exports_to_plain_operators(kind):
+    """Field notes, Mamba: pytorch#130150."""
+    mixer = build(kind)
+    x = torch.randn(2, 4, DIM, dtype=torch.float64)
+    program = torch.export.export(mixer, (x,))
+    assert not [n for n in program.graph.nodes if "brickwork" in str(n.target)]
+    other = torch.randn_like(x)
+    assert_close(program.module()(other), mixer(other), terms=64)
+
+
+@BOTH
 def test_a_step_compiles_without_recompiling(kind):
     mixer = build(kind)
     x = torch.randn(1, 6, DIM, dtype=torch.float64)

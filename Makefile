@@ -7,19 +7,23 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python
+VENDOR := .venv-vendor
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test coverage bench docs lint format types doctor clean
+.PHONY: help demo test test-vendor coverage bench docs lint format types doctor ext clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: $(VENV)/.has-train ## train the three reference models at small size and write demo/index.html
 	$(PY) docs/examples/demo.py $(ARGS)
 
 test: $(VENV)/.has-test ## run the tests
 	$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
+
+test-vendor: $(VENV)/.has-test $(VENDOR)/.ready ## test against the real mamba-ssm and causal-conv1d (docs/vendor_tests.md)
+	BRICKWORK_VENDOR=$(VENDOR) $(PY) -m pytest tests/vendor -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 coverage: $(VENV)/.has-test ## run the tests and report the lines and branches they miss
 	$(PY) -m coverage erase
@@ -47,8 +51,11 @@ types: $(VENV)/.has-dev $(VENV)/.has-test ## check the types
 doctor: $(VENV)/.has-test ## say which backends run on this machine, and why not
 	$(PY) -m brickwork.kernels.backend $(ARGS)
 
+ext: $(VENV)/.has-test ## compile the CPU kernels ahead of their first use
+	$(PY) -m brickwork.kernels.cpu_extension
+
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) build dist site demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(VENDOR) build dist site demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	rm -rf .coverage .coverage.* *.egg-info
 
 $(PY):
@@ -64,4 +71,17 @@ $(VENV)/.has-%: setup.cfg pyproject.toml constraints.txt | $(PY)
 	  echo "The packages of brickwork[$*] could not be installed (pip's message is above). They come from a" >&2; \
 	  echo "package index: check the network, or point pip at another index or at a folder of wheels with" >&2; \
 	  echo "PIP_INDEX_URL or PIP_FIND_LINKS; then run make again." >&2; exit 1; }
+	@touch $@
+
+# Neither package installs from the index on a machine without CUDA; these options build them without
+# their kernels, and without pip's cache, which would hand such a wheel to a machine with CUDA later.
+WITHOUT_KERNELS := MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE CAUSAL_CONV1D_FORCE_BUILD=TRUE
+AS_SOURCE := --quiet --disable-pip-version-check --no-build-isolation --no-deps --no-cache-dir -c constraints.txt
+
+$(VENDOR)/.ready: constraints.txt | $(VENV)/.has-test
+	@echo "Installing mamba-ssm and causal-conv1d into $(VENDOR), with the latter's own tests"
+	@rm -rf $(VENDOR) && mkdir $(VENDOR)
+	@$(WITHOUT_KERNELS) $(PY) -m pip install $(AS_SOURCE) --target $(VENDOR) mamba-ssm causal-conv1d
+	@$(WITHOUT_KERNELS) $(PY) -m pip download $(AS_SOURCE) --no-binary :all: --dest $(VENDOR)/sources causal-conv1d
+	@tar -xzf $(VENDOR)/sources/causal_conv1d-*.tar.gz -C $(VENDOR)/sources --strip-components 1
 	@touch $@

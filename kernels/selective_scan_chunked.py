@@ -262,13 +262,13 @@ def _backward(
                 dgate = dout * tile.ungated(chunk, states) * (s * (1 + gate * (1 - s)))
                 sums.z[rows, at, channels] = dgate.transpose(0, 1)
                 dout = dout * (gate * s)
-            dC = torch.matmul(states, dout[..., None]).squeeze(3)
+            dC = torch.matmul(dout[:, :, None], states.mT).squeeze(2)
             sums.C[rows, at, group] += dC.transpose(0, 1)
             dstates = torch.mul(chunk.C[..., None], dout[:, :, None], out=tile.grads[: len(decay)])
             _accumulate(dstates, decay, carry, reverse)
             dpush = torch.matmul(chunk.B[:, :, None], dstates).squeeze(2)
             push = chunk.step * chunk.x
-            dB = torch.matmul(dstates, push[..., None]).squeeze(3)
+            dB = torch.matmul(push[:, :, None], dstates.mT).squeeze(2)
             sums.B[rows, at, group] += dB.transpose(0, 1)
             drate = decay.mul_(dstates).mul_(before)
             dstep = dpush * chunk.x

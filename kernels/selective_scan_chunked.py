@@ -282,9 +282,8 @@ def _backward(
                 sums.D[channels] += (dout * chunk.x).sum((0, 1))
             if softplus:
                 dstep.mul_(torch.sigmoid(chunk.raw))
-            if chunk.padding is not None:
+            if chunk.padding is not None:  # the other gradients are products with a 0 of padding
                 dstep.masked_fill_(chunk.padding, 0)
-                dx.masked_fill_(chunk.padding, 0)
             if sums.bias is not None:
                 sums.bias[channels] += dstep.sum((0, 1))
             sums.x[rows, at, channels] = dx.transpose(0, 1)

@@ -164,8 +164,7 @@ class _Rows:
     def leave(self, chunk: _Chunk, state: Tensor) -> None:
         """Turn the state before the chunk into the one after it."""
         state.mul_(_grouped(chunk.total, self.groups)[:, :, None, :, None])
-        R, G, N = state.shape[:3]
-        flat = state.view(R * G, N, -1)
+        flat = state.flatten(3).flatten(0, 1)  # a view: the state is contiguous
         flat.baddbmm_(chunk.B.flatten(0, 1).mT, self.grouped(chunk.kept()).flatten(0, 1))
 
     def grouped(self, tensor: Tensor) -> Tensor:
@@ -174,7 +173,8 @@ class _Rows:
 
     def natural(self, tensor: Tensor) -> Tensor:
         """(R, G, Q, K · P) as (R, Q, H, P)."""
-        return tensor.transpose(1, 2).unflatten(3, (-1, self.P)).flatten(2, 3)
+        shape = (self.heads // self.groups, self.P)
+        return tensor.transpose(1, 2).unflatten(3, shape).flatten(2, 3)
 
 
 def _blocks(scan: _Scan) -> Iterator[_Rows]:
@@ -359,10 +359,8 @@ def _backward(
                 sums.D.add_(dD if sums.D.dim() == 2 else dD.sum(-1))
             if softplus:
                 dstep.mul_(torch.sigmoid(chunk.raw))
-            if chunk.padding is not None:
+            if chunk.padding is not None:  # the other gradients are products with a 0 of padding
                 dstep.masked_fill_(chunk.padding, 0)
-                dx.masked_fill_(chunk.padding[..., None], 0)
-                dB, dC = (t.masked_fill(chunk.padding[:, None], 0) for t in (dB, dC))
             if sums.bias is not None:
                 sums.bias.add_(dstep.sum((0, 1)))
             sums.x[rows, at], sums.delta[rows, at] = dx, dstep

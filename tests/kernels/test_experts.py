@@ -377,23 +377,52 @@ def test_grouped_mm_form_reads_nothing_on_the_host():
 
 def test_where_grouped_mm_reaches(monkeypatch):
     """Decided before the call: device, dtype, no tokens, strides, alignment, torch's version."""
-    x, gate_up, down, indices, _ = problem(width=16, hidden=8, dtype=torch.bfloat16)
     reaches = grouped.grouped_mm_reaches
-    assert not reaches(x, gate_up, down, indices)
+    x, gate_up, down, indices, _ = problem(width=16, hidden=8, dtype=torch.bfloat16)
+    whole = torch.zeros(gate_up.numel() + 1, dtype=torch.bfloat16)
+    refused = [
+        (x.double(), gate_up.double(), down.double(), indices),
+        (x[:0], gate_up, down, indices[:0]),
+        (x, gate_up.mT.contiguous().mT, down, indices),
+        (x, gate_up, down[..., :4].contiguous(), indices),
+        (x, whole[1:].view(gate_up.shape), down, indices),
+    ]
+    assert reaches(x, gate_up, down, indices)
+    assert reaches(x.float(), gate_up.float(), down.float(), indices)
+    assert not any(reaches(*t) for t in refused)
+    for t in (*refused[:3], refused[4]):  # the other is no valid call
+        inputs = [*t, torch.rand(t[3].shape)]
+        assert_same_function(
+            lambda *u: experts(*u, backend="grouped"),
+            experts_reference,
+            inputs,
+            terms=64,
+            compute=t[0].dtype,
+        )
+    with monkeypatch.context() as old_torch:
+        old_torch.delattr(torch.nn.functional, "grouped_mm")
+        assert not reaches(x, gate_up, down, indices)
+
+    class Cuda:
+        type = "cuda"
+
+    monkeypatch.setattr(torch.Tensor, "device", Cuda())
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert reaches(x, gate_up, down, indices)
-    assert not reaches(x.double(), gate_up, down, indices)
-    assert not reaches(x, gate_up, down, indices[:0])
-    assert not reaches(x, gate_up.mT.contiguous().mT, down, indices)
-    assert not reaches(x, gate_up, down.contiguous()[..., :4].contiguous(), indices)
-    whole = torch.zeros(gate_up.numel() + 1, dtype=torch.bfloat16)
-    assert not reaches(x, whole[1:].view(gate_up.shape), down, indices)
+    assert not reaches(x.float(), gate_up.float(), down.float(), indices)
+    assert not any(reaches(*t) for t in refused)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert not reaches(x, gate_up, down, indices)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.delattr(torch.nn.functional, "grouped_mm")
-    assert not reaches(x, gate_up, down, indices)
+
+
+def test_grouped_does_not_depend_on_what_grouped_mm_reaches():
+    """The loop and the product give the same at sizes on either side of the rule."""
+    for width, hidden in ((16, 8), (16, 7), (15, 8)):
+        inputs = problem(tokens=30, width=width, hidden=hidden, num_experts=6, used=4)
+        assert_same_function(
+            lambda *t: experts(*t, backend="grouped"), experts_reference, inputs, terms=256
+        )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -77,7 +77,8 @@ def choose(op: str, backend: str, **reasons: Callable[[], str | None]) -> str:
     """The backend that runs `op`.
 
     `reasons` names the op's faster backends, the fastest first; each value is called to learn why
-    that backend cannot run these tensors (`None`: it can). `torch` always can.
+    that backend cannot run these tensors (`None`: it can). `torch` always can; where it is the
+    fastest for some tensors it may be named too.
     """
     if backend == "torch":
         return backend
@@ -93,7 +94,8 @@ def choose(op: str, backend: str, **reasons: Callable[[], str | None]) -> str:
     if backend not in BACKENDS:
         raise ValueError(f"backend must be 'auto' or one of {BACKENDS}, got {backend!r}")
     if backend not in reasons:
-        raise BackendUnavailable(f"{op} has no backend {backend!r}; it has {('torch', *reasons)}")
+        others = tuple(dict.fromkeys(("torch", *reasons)))
+        raise BackendUnavailable(f"{op} has no backend {backend!r}; it has {others}")
     why = reasons[backend]()
     if why is not None:
         raise BackendUnavailable(f"{op}: backend {backend!r} cannot run here: {why}")

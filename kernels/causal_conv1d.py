@@ -19,6 +19,7 @@ from brickwork.kernels.sequences import (
     scan_order,
     sequence_starts,
     take_tokens,
+    why_not_plain,
 )
 
 Activation = Literal["silu"] | None
@@ -83,6 +84,7 @@ def causal_conv1d(
     chosen = choose(
         "causal_conv1d",
         backend,
+        torch=lambda: why_not_plain(x),
         causal_conv1d=lambda: _why_not_package(x, weight, bias, initial_state, mask),
         chunked=lambda: _why_not_chunked(x),
     )

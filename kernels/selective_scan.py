@@ -13,7 +13,12 @@ from torch import Tensor
 
 from brickwork.kernels.backend import autocast_off, choose, compute_dtype, why_not_opaque
 from brickwork.kernels.checks import check_flag, check_floating, check_shapes
-from brickwork.kernels.sequences import check_mask, check_seq_ids, sequence_starts
+from brickwork.kernels.sequences import (
+    check_mask,
+    check_seq_ids,
+    sequence_starts,
+    why_not_plain,
+)
 
 
 class SelectiveScanOutput(NamedTuple):
@@ -89,6 +94,7 @@ def selective_scan(
     chosen = choose(
         "selective_scan",
         backend,
+        torch=lambda: why_not_plain(x),
         cpu=lambda: _why_not_cpu(x),
         mamba_ssm=lambda: _why_not_mamba_ssm(x, delta, A, B, C, **limits),
         chunked=why_not_opaque,

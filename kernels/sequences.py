@@ -93,3 +93,8 @@ def scan_order(mask: Tensor, *, reverse: bool = False) -> Tensor:
 def take_tokens(tensor: Tensor, index: Tensor) -> Tensor:
     """The tokens of `tensor` (B, T, C) at `index` (B, S), as (B, S, C)."""
     return tensor.gather(1, index[..., None].expand(-1, -1, tensor.shape[2]))
+
+
+def why_not_plain(x: Tensor) -> str | None:
+    """None for one token, as in decoding, where plain operators are the fastest; else a reason."""
+    return None if x.shape[1] == 1 else "another backend is faster for more than one token"

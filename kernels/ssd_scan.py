@@ -14,7 +14,12 @@ from torch import Tensor
 from brickwork.kernels.backend import autocast_off, choose, compute_dtype, why_not_opaque
 from brickwork.kernels.checks import check_flag, check_floating, check_integer, check_shapes
 from brickwork.kernels.selective_scan import keep_real, step_sizes
-from brickwork.kernels.sequences import check_mask, check_seq_ids, sequence_starts
+from brickwork.kernels.sequences import (
+    check_mask,
+    check_seq_ids,
+    sequence_starts,
+    why_not_plain,
+)
 
 CHUNK = 64
 
@@ -89,7 +94,7 @@ def ssd_scan(
     )
     mask = check_mask(mask, size)
     check_seq_ids(seq_ids, size)
-    chosen = choose("ssd_scan", backend, chunked=why_not_opaque)
+    chosen = choose("ssd_scan", backend, torch=lambda: why_not_plain(x), chunked=why_not_opaque)
     options: dict[str, Any] = {
         "D": D,
         "z": z,

@@ -212,6 +212,8 @@ def _tokens_only(weight: Tensor, vocab_size: int | None) -> Tensor:
 
 
 def _check_vocab_size(vocab_size: int | None, rows: int) -> int:
+    if rows == 0:
+        raise ValueError("the vocabulary must have at least one row, got none")
     if vocab_size is None:
         return rows
     check_integer("vocab_size", vocab_size, least=1)

@@ -215,7 +215,8 @@ def grouped_mm_reaches(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor
         and indices.numel() > 0
         and hasattr(torch.nn.functional, "grouped_mm")
         and all(
-            weight.is_contiguous()
+            weight.numel() > 0
+            and weight.is_contiguous()
             and weight.data_ptr() % 16 == 0
             and weight.shape[-1] * weight.element_size() % 16 == 0
             for weight in (gate_up, down)

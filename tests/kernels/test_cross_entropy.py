@@ -636,6 +636,7 @@ def test_errors():
     refused(r"weights must be floating point, got torch\.bool", weights=labels > 0)
     refused(r"labels must be int32 or int64, got torch\.float32", labels_S=labels.float())
     refused(r"reduction must be one of .*, got 'batchmean'", reduction="batchmean")
+    refused("the vocabulary must have at least one row, got none", weight_VC=torch.ones(0, 5))
     refused("vocab_size must be an integer of at least 1, got 0", vocab_size=0)
     refused("vocab_size must be at most the vocabulary rows, 13, got 14", vocab_size=14)
     for wrong in (-1, 13, -101):

@@ -29,7 +29,7 @@ def problem(*, tokens=7, width=6, hidden=5, num_experts=4, top_k=2, dtype=torch.
     """Random arguments; only the first `used` experts are chosen; one may occur twice in a row."""
     x = torch.randn(tokens, width)
     gate_up = torch.randn(num_experts, 2 * hidden, width) / width**0.5
-    down = torch.randn(num_experts, width, hidden) / hidden**0.5
+    down = torch.randn(num_experts, width, hidden) / max(hidden, 1) ** 0.5
     indices = torch.randint(0, used or num_experts, (tokens, top_k))
     weights = torch.rand(tokens, top_k)
     return [
@@ -196,6 +196,16 @@ def test_only_wanted_gradients_are_computed(backend, leaves):
         assert (t.grad is not None) == (name in leaves)
         if t.grad is not None:
             assert_close(t.grad, want, terms=64, name=name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_axes_of_no_size(backend):
+    """No choices, and experts of no width inside: zeros, with zero gradients."""
+    for options in ({"top_k": 0}, {"hidden": 0}):
+        inputs = problem(**options)
+        values, grads = gradients(lambda *t: experts(*t, backend=backend), inputs)
+        assert torch.equal(values[0], torch.zeros(7, 6))
+        assert all(g is None or (g == 0).all() for g in grads)
 
 
 @given(sizes=SIZES, backend=st.sampled_from(BACKENDS))

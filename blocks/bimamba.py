@@ -38,6 +38,10 @@ class BiMamba(nn.Module):
     0 at masked tokens. A real token's result does not depend on the padding, on its side, or on
     what else is packed beside its sequence.
 
+    For backward it keeps a fixed number of values a token, never N for each channel and token: with
+    tied Mamba1 (N = 16, expand = 2) and `"add"` about 18.5 · C, in float32 the size of 18.5 copies
+    of x.
+
     A checkpoint may hold either copy of a tied parameter, or both if they are equal.
     Raises ValueError for other shapes, a `state` (a token depends on those to its right, so
     nothing can be continued), and a checkpoint whose two copies differ.

@@ -210,7 +210,7 @@ def last_tokens(
     final = torch.where((rank < 0)[..., None], earlier, tokens)
     if starts is not None:
         runs = starts.gather(1, order).cumsum(1)
-        run = runs.gather(1, at).masked_fill(rank < 0, 0)
+        run = runs.gather(1, at)  # that of the initial state is the first token's, 0
         final = final.masked_fill((run != runs[:, -1:])[..., None], 0)
     return final.mT
 

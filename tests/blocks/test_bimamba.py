@@ -259,6 +259,25 @@ def test_compiles_to_one_graph():
     )
 
 
+def test_memory_kept_for_backward():
+    """As the docstring says, each storage counted once, parameters not."""
+    block = BiMamba(64)
+    x = torch.randn(1, 256, 64, requires_grad=True)
+    kept = {}
+
+    def record(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with prefer("chunked"), torch.autograd.graph.saved_tensors_hooks(record, lambda t: t):
+        y = block(x)
+    for parameter in block.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    assert sum(kept.values()) <= 18.5 * x.nbytes
+    y.sum().backward()
+
+
 def test_errors():
     block = build()
     x = torch.randn(2, 3, DIM, dtype=torch.float64)

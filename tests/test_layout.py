@@ -128,6 +128,8 @@ def test_a_backend_that_an_op_names_is_a_module_beside_it():
                 assert ast.literal_eval(node.args[0]) == op
                 for keyword in node.keywords:
                     assert keyword.arg in BACKENDS
+                    if keyword.arg == "torch":  # the reference, where it is the fastest
+                        continue
                     assert (ROOT / "kernels" / f"{op}_{keyword.arg}.py").exists(), keyword.arg
 
 

@@ -262,7 +262,7 @@ def test_compiles_to_one_graph():
 def test_memory_kept_for_backward():
     """As the docstring says, each storage counted once, parameters not."""
     block = BiMamba(64)
-    x = torch.randn(1, 256, 64, requires_grad=True)
+    x = torch.randn(1, 1024, 64, requires_grad=True)
     kept = {}
 
     def record(tensor):

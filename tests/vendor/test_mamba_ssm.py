@@ -1,4 +1,4 @@
-"""Our functions against mamba-ssm's reference functions, values and gradients, in two precisions."""
+"""Our functions against mamba-ssm's reference functions: values and gradients, both precisions."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ coverage: $(VENV)/.has-test ## run the tests and report the lines and branches t
 	$(PY) -m coverage combine -q
 	$(PY) -m coverage report --skip-covered --show-missing
 
-bench: $(VENV)/.has-bench ## run the benchmarks
-	$(PY) -m pytest bench -p no:xdist $(ARGS)
+bench: $(VENV)/.has-bench $(VENDOR)/.ready ## run the benchmarks
+	BRICKWORK_VENDOR=$(VENDOR) $(PY) -m pytest bench -p no:xdist $(ARGS)
 
 docs: $(VENV)/.has-docs ## build the site into site/
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,13 @@ from brickwork.blocks import BiMamba, Mamba1
 
 
 def mamba_ssm(module: str) -> Any:
-    """A module of mamba-ssm, with empty modules for its compiled parts, absent on a CPU."""
+    """A module of mamba-ssm, with empty modules for its compiled parts, absent on a CPU.
+
+    The package is installed, or in the folder that `BRICKWORK_VENDOR` names (`make bench`).
+    """
+    vendor = os.environ.get("BRICKWORK_VENDOR")
+    if vendor and str(Path(vendor).resolve()) not in sys.path:
+        sys.path.append(str(Path(vendor).resolve()))
     for name in ("selective_scan_cuda", "causal_conv1d_cuda"):
         sys.modules.setdefault(name, types.ModuleType(name))
     return pytest.importorskip(f"mamba_ssm.{module}", exc_type=ImportError)

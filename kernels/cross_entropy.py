@@ -125,10 +125,10 @@ def _by_chunks(
     reduction: Reduction,
     ignore_index: int,
 ) -> Tensor:
-    from brickwork.kernels.cross_entropy_chunked import cross_entropy_chunked
+    from brickwork.kernels.cross_entropy_chunked import IGNORED, cross_entropy_chunked
 
     scored = labels != ignore_index
-    labels = torch.where(scored, labels.long(), -1)
+    labels = torch.where(scored, labels.long(), IGNORED)
     if reduction == "none":
         return reduce(cross_entropy_chunked(hidden, weight, labels, None), scored, weights, "none")
     share = scored.to(compute_dtype(hidden, weight))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from brickwork.kernels.backend import autocast_off, compute_dtype
 
+IGNORED = torch.iinfo(torch.int64).min  # no wrong label of a caller's is taken for it
 CHUNK_ENTRIES = 2**24  # logits held at once; with fewer, a large head is read too often
 
 
@@ -27,7 +28,7 @@ def cross_entropy_chunked(
 ) -> Tensor:
     """The single losses (S,), or with `share` (S,) the scalar `Σ share · loss`.
 
-    Labels below 0 are not scored; `share` is 0 there.
+    Labels that are `IGNORED` are not scored; `share` is 0 there.
     """
     dtype = torch.promote_types(hidden_SC.dtype, weight_VC.dtype)
     device = hidden_SC.device.type
@@ -91,12 +92,13 @@ def _run(
     hidden: Tensor, weight: Tensor, labels: Tensor, share: Tensor | None, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The losses (S,), and of `Σ share · loss` the gradients of hidden and weight."""
-    scored = labels >= 0
+    scored = labels != IGNORED
     with autocast_off(hidden):
         if hidden.device.type != "cpu":  # to find the scored rows would wait for the device
             hidden = torch.where(scored[:, None], hidden, 0)
+            labels = torch.where(scored, labels, 0)
             share = None if share is None else torch.where(scored, share, 0)
-            losses, *grads = _over_chunks(hidden, weight, labels.clamp(min=0), share, wanted)
+            losses, *grads = _over_chunks(hidden, weight, labels, share, wanted)
             return torch.where(scored, losses, 0), grads[0], grads[1]
         rows = scored.nonzero()[:, 0]
         share = None if share is None else share[rows]

@@ -37,6 +37,11 @@ def problem(tokens=9, width=5, vocabulary=13, *, tokens_only=None, ignored=(2, 5
     return hidden, weight, labels, torch.rand(tokens) + 0.1
 
 
+def marked(labels):
+    """The labels as the ops take them."""
+    return torch.where(labels == -100, chunked.IGNORED, labels)
+
+
 def by_definition(hidden, weight, labels, weights, reduction, ignore_index=-100, vocab_size=None):
     """One token at a time, in float64."""
     terms = []
@@ -384,7 +389,7 @@ def test_no_tensor_of_all_logits():
     tokens, width, vocabulary = 300, 8, 200
     hidden, weight, labels, weights = problem(tokens, width, vocabulary)
     with LargestTensor() as seen:
-        chunked._run(hidden, weight, labels.clamp(min=-1), weights, (True, True))
+        chunked._run(hidden, weight, marked(labels), weights, (True, True))
         assert seen.largest == max(tokens * width, vocabulary * width)
         gradients(lambda h: cross_entropy_reference(h, weight, labels), [hidden])
         assert seen.largest == tokens * vocabulary
@@ -427,9 +432,19 @@ def test_compiles_to_one_graph(backend, reduction):
         assert_close(compiled(hidden, weight, weights, labels), expected, terms=64)
 
 
+def test_wrong_labels_raise_where_they_cannot_be_checked_before():
+    """In a compiled graph, also one that is another's mark of what is not scored."""
+    hidden, weight, labels, _ = problem()
+    compiled = torch.compile(cross_entropy, fullgraph=True, backend="aot_eager")
+    assert compiled(hidden, weight, labels).isfinite()
+    for wrong in (-1, -5, 13):
+        with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+            compiled(hidden, weight, labels.index_fill(0, torch.tensor([4]), wrong))
+
+
 def test_registered_ops():
     hidden, weight, labels, weights = problem()
-    labels = labels.clamp(min=-1)
+    labels = marked(labels)
     for t in (hidden, weight, weights):
         t.requires_grad_()
     ops = torch.ops.brickwork
@@ -446,7 +461,7 @@ def test_registered_ops():
 
 def test_a_graph_made_for_other_leaves_says_so():
     hidden, weight, labels, weights = problem()
-    labels = labels.clamp(min=-1)
+    labels = marked(labels)
     total, *_ = chunked.summed_loss(
         hidden.requires_grad_(), weight, labels, weights, [False, False]
     )
@@ -520,7 +535,7 @@ def test_rows_are_masked_where_they_are_not_selected(monkeypatch):
     hidden, weight, labels, weights = problem()
     hidden[labels < 0] = float("nan")
     weights[labels < 0] = float("nan")
-    labels = labels.clamp(min=-1)
+    labels = marked(labels)
     expected = chunked._run(hidden, weight, labels, weights, (True, True))
 
     class Elsewhere:

@@ -16,11 +16,11 @@ _MAMBA2 = {name: name for name in _MAMBA1 if name != "dt_rank"} | {
     "headdim": "head_dim",
     "ngroups": "num_groups",
     "dt_limit": "dt_limit",
-    "chunk_size": "chunk_size",
     "D_has_hdim": "D_has_hdim",
     "norm_before_gate": "norm_before_gate",
 }
-_KERNEL_CHOICES = {"layer", "use_fast_path", "use_mem_eff_path"}
+# These choose a kernel or its tile, and change no result: every backend here chooses its own.
+_KERNEL_CHOICES = {"use_fast_path", "use_mem_eff_path", "chunk_size"}
 _ATTENTION = {
     "num_heads", "num_heads_kv", "head_dim", "causal", "qkv_proj_bias", "out_proj_bias",
     "rotary_emb_dim", "rotary_emb_base", "rotary_emb_interleaved",
@@ -100,7 +100,7 @@ class LCPLMConfig(Config):
         """The keyword arguments of the Mamba block."""
         given = self.ssm_cfg or {}
         names = _MAMBA1 if self.mixer_name() == "Mamba1" else _MAMBA2
-        _check_known("ssm_cfg", given, names.keys() | _KERNEL_CHOICES)
+        _check_known("ssm_cfg", given, names.keys() | _KERNEL_CHOICES | {"layer"})
         options = {names[k]: v for k, v in given.items() if k in names}
         if options.get("dt_rank") == "auto":
             del options["dt_rank"]

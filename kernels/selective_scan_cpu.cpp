@@ -276,7 +276,7 @@ class Tile {
   void stage(int64_t v, const Each& each) {
     const V bias = p.delta_bias ? load(p.delta_bias.at<T>(first + v * W), p.delta_bias.stride[0], count(v))
                                 : V{};
-    V most{}, poison{};
+    V most{};
     const Rows<T> xs = rows(p.x, v), sizes = rows(p.delta, v);
     V *d_v = d + v * p.chunk, *u_v = u + v * p.chunk;
     const bool soft = p.softplus;
@@ -295,13 +295,13 @@ class Tile {
       d_v[s] = size;
       u_v[s] = size * x;
       most = magnitude<T>(size) > most ? magnitude<T>(size) : most;
-      poison += size * T(0);  // NaN from the first NaN or infinity on
       each(s, x, slope);
     }
-    longest[v] = most + poison;
+    longest[v] = most;
   }
 
-  // Whether every exponent of the block, in this chunk, is one that exp2_small takes.
+  // Whether every exponent of the block, in this chunk, is one that exp2_small takes. A step of NaN
+  // need not be one of them: its push makes the state NaN whatever the decay is.
   bool small(int64_t v, int64_t n) const {
     V fastest{}, poison{};
     for (int k = 0; k < BLOCK; ++k) {

@@ -123,6 +123,8 @@ def test_exponential_at_the_ends():
     ends = torch.tensor([-torch.inf, -3e38, -1e5, -200.0, 0.0, 200.0, 1e5, torch.inf, torch.nan])
     expected = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0, torch.inf, torch.inf, torch.inf, torch.nan])
     torch.testing.assert_close(decay(ends), expected, rtol=0, atol=0, equal_nan=True)
+    payload = torch.tensor([0x7FC00001, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    assert decay(payload).isnan().all()
     for wide in (decay(ends.double()), decay(torch.tensor([-800.0, 800.0]).double())):
         assert wide[0] == 0
     assert decay(torch.tensor([-700.0, 700.0]).double()).isfinite().all()
@@ -205,7 +207,7 @@ def test_packed_is_separate(lengths, reverse):
 
 def test_masked_tokens_may_hold_anything():
     """fla#1272, mamba#66: padding is passed over, whatever it holds, and gets no gradient."""
-    p = Problem(2, 70, 17, 5, 1)
+    p = Problem(2, 70, 17, 5, 1, ALL - {"seq_ids"})
     mask = p.flags["mask"]
     values, grads = gradients(p.scan("cpu"), p.floats)
     for i, t in enumerate(p.floats):
@@ -215,9 +217,16 @@ def test_masked_tokens_may_hold_anything():
     for a, e in zip([*again, *again_grads], [*values, *grads]):
         assert torch.equal(a, e)
     assert (again[0][~mask] == 0).all()
-    for t, grad in zip(p.floats, again_grads):
-        if t.shape[:2] == mask.shape:
-            assert (grad[~mask] == 0).all()
+    leaves = [t.requires_grad_() for t in p.floats]
+    y, state = p.scan("cpu")(*leaves)
+    upstream = torch.ones_like(y).masked_fill(~mask[..., None], torch.nan)
+    poisoned = torch.full_like(state, torch.nan)
+    for dy, dstate in [(upstream, torch.ones_like(state)), (torch.ones_like(y), poisoned)]:
+        grads = torch.autograd.grad([y, state], leaves, [dy, dstate], retain_graph=True)
+        for t, grad in zip(p.floats, grads):
+            if t.shape[:2] == mask.shape:
+                assert (grad[~mask] == 0).all()
+                assert grad.isfinite().all() or dstate is poisoned
 
 
 def layouts(tensor):

@@ -427,6 +427,7 @@ void backward(const Scan& p) {
         T *dB = p.dB.at<T>(batch, token, group), *dC = p.dC.at<T>(batch, token, group);
         std::fill(dB, dB + p.state, T(0));
         std::fill(dC, dC + p.state, T(0));
+        if (p.mask && !*p.mask.at<uint8_t>(batch, token)) continue;
         for (int64_t tile = owner * tiles; tile < (owner + 1) * tiles; ++tile) {
           const T *share_B = p.shares.at<T>(0, tile, s), *share_C = p.shares.at<T>(1, tile, s);
           for (int64_t n = 0; n < p.state; ++n) {

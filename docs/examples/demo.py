@@ -17,6 +17,7 @@ import train_mini_llada
 import train_rish
 from corpora import MASK, to_text
 from torch import Tensor
+from training import gain
 
 from brickwork.assemblies.proteins import ALPHABET, RESIDUES
 
@@ -26,7 +27,7 @@ SENTENCE = (
     "without individual responsibility."
 )
 PROMPTS = ("NOBLEMAN, n.  ", "REVERENCE, n.  ")
-STEP = 4
+STEP = 2
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -74,7 +75,10 @@ def write_page(
         notes=note if stopped else "",
         results=results_table(all_of_them),
         curves=figures.loss_curves(
-            [(name, unit, t.run, t.baseline) for name, (_, unit, t) in all_of_them.items()]
+            [
+                (name, unit, t.run, t.baseline.mean().item())
+                for name, (_, unit, t) in all_of_them.items()
+            ]
         ),
         **infilling(llada),
         **writing(rish),
@@ -86,24 +90,26 @@ def results_table(all_of_them: dict) -> str:
     rows = [
         "<tr><th>model</th><th>kind</th><th class=number>parameters</th><th class=number>steps</th>"
         "<th>measure on held-out data</th><th class=number>unigram</th><th class=number>model</th>"
-        "<th class=number>saved</th></tr>"
+        "<th class=number>fewer bits</th></tr>"
     ]
     for name, (kind, unit, t) in all_of_them.items():
         size = sum(p.numel() for p in t.model.parameters())
+        fewer, error = gain(t.bits, t.baseline)
         rows.append(
             f"<tr><td>{name}</td><td>{kind}</td><td class=number>{size:,}</td>"
             f"<td class=number>{t.run.step:,}</td><td>{unit}</td>"
-            f"<td class=number>{t.baseline:.3f}</td><td class=number><b>{t.bits:.3f}</b></td>"
-            f"<td class=number>{1 - t.bits / t.baseline:.1%}</td></tr>"
+            f"<td class=number>{t.baseline.mean():.3f}</td>"
+            f"<td class=number><b>{t.bits.mean():.3f}</b></td>"
+            f"<td class=number>{fewer:.3f} ± {error:.3f}</td></tr>"
         )
     return f"<table>{''.join(rows)}</table>"
 
 
 def infilling(llada: train_mini_llada.Trained) -> dict[str, object]:
-    """The steps that fill in a sentence from which two letters of five are taken."""
+    """The steps that fill in a sentence from which a quarter of the letters are taken."""
     draws = torch.rand(len(SENTENCE), generator=torch.Generator().manual_seed(1)).tolist()
     start = SENTENCE.index("  ")
-    gaps = [i for i, u in enumerate(draws) if u < 0.4 and i > start and SENTENCE[i] != "\n"]
+    gaps = [i for i, u in enumerate(draws) if u < 0.25 and i > start and SENTENCE[i] != "\n"]
     holed = "".join("_" if i in gaps else c for i, c in enumerate(SENTENCE))
     states = train_mini_llada.infill(llada.model, holed, steps=-(-len(gaps) // STEP))
     rows = []
@@ -159,8 +165,11 @@ def recovery(plm: train_lc_plm.Trained) -> dict[str, object]:
     truth = torch.cat([r.truth for r in plm.recovered])
     hit = torch.cat([r.guess for r in plm.recovered]) == truth
     kinds = [ALPHABET.index(r) for r in RESIDUES[:20]]
-    rates = [hit[truth == kind].float().mean().nan_to_num().item() for kind in kinds]
-    shares = [(truth == kind).float().mean().item() for kind in kinds]
+    rates, given, frequencies = (
+        [each[truth == kind].mean().nan_to_num().item() for kind in kinds]
+        for each in (hit.float(), 2**-plm.bits, 2**-plm.baseline)
+    )
+    commonest = kinds[max(range(20), key=lambda i: frequencies[i])]
     by_length = sorted(range(len(plm.proteins)), key=lambda i: len(plm.proteins[i].sequence))
     shown = []
     for i in by_length[3:6]:
@@ -177,8 +186,8 @@ def recovery(plm: train_lc_plm.Trained) -> dict[str, object]:
     return {
         "proteins": len(plm.proteins),
         "recovered": f"{hit.float().mean():.1%}",
-        "commonest": f"{max(shares):.1%}",
-        "residues": figures.residue_recovery(RESIDUES[:20], rates, shares),
+        "commonest": f"{(truth == commonest).float().mean():.1%}",
+        "residues": figures.residue_recovery(RESIDUES[:20], rates, given, frequencies),
         "examples": "".join(shown),
     }
 

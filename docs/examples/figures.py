@@ -64,23 +64,26 @@ def expert_load(load: Sequence[Sequence[float]], even: float) -> str:
         return _svg(figure, "expert load")
 
 
-def residue_recovery(residues: str, recovered: Sequence[float], frequency: Sequence[float]) -> str:
-    """For each kind of residue how often it is recovered, and how often it occurs."""
+def residue_recovery(
+    residues: str,
+    recovered: Sequence[float],
+    probability: Sequence[float],
+    frequency: Sequence[float],
+) -> str:
+    """For each kind of residue how often it is recovered, and what probability it is given where
+    it stands, beside its frequency."""
     with rc_context(STYLE):
-        figure = Figure((10, 2.8), layout="constrained")
-        axes = figure.subplots()
+        figure = Figure((10, 4), layout="constrained")
+        upper, lower = figure.subplots(2, 1, sharex=True)
         places = range(len(residues))
-        axes.bar(
-            [x - 0.2 for x in places], [100 * r for r in recovered], 0.4, color=MODEL,
-            label="recovered",
-        )  # fmt: skip
-        axes.bar(
-            [x + 0.2 for x in places], [100 * f for f in frequency], 0.4, color=BASELINE,
-            label="share of all residues",
-        )  # fmt: skip
-        axes.set(xticks=places, xticklabels=list(residues), ylabel="%", xlabel="residue")
-        axes.set_xlim(-0.7, len(residues) - 0.3)
-        axes.legend()
+        upper.bar(places, [100 * r for r in recovered], 0.6, color=MODEL)
+        upper.set(ylabel="% recovered")
+        left, right = ([x + shift for x in places] for shift in (-0.2, 0.2))
+        lower.bar(left, [100 * p for p in probability], 0.4, color=MODEL, label="model")
+        lower.bar(right, [100 * f for f in frequency], 0.4, color=BASELINE, label="unigram")
+        lower.set(xticks=places, xticklabels=list(residues), ylabel="% probability")
+        lower.set_xlim(-0.7, len(residues) - 0.3)
+        lower.legend()
         return _svg(figure, "residue recovery")
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from corpora import PROTEOME, Protein, protein_stream, read_proteins, unigram
 from torch import Tensor
-from training import Run, argument_parser, fit, parse, run_script
+from training import Run, argument_parser, comparison, fit, parse, run_script
 
 from brickwork.assemblies import LCPLM, LCPLMConfig
 from brickwork.assemblies.proteins import ALPHABET, CLS, EOS, MASK, tokenize
@@ -28,15 +28,15 @@ class Recovery(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """The model, its run, the held-out proteins, what it recovers of each, and bits per masked
-    residue: its and unigram's."""
+    """The model, its run, the held-out proteins, what it recovers of each, and the bits (R,) that
+    the model and the unigram baseline need for each of their residues."""
 
     model: LCPLM
     run: Run
     proteins: list[Protein]
     recovered: list[Recovery]
-    bits: float
-    baseline: float
+    bits: Tensor
+    baseline: Tensor
 
 
 def main(argv: Sequence[str] | None = None) -> Trained:
@@ -60,32 +60,32 @@ def main(argv: Sequence[str] | None = None) -> Trained:
         return loss
 
     def held_out_bits() -> float:
-        return bits_per_residue(recover(model, held_out))
+        return bits_of(recover(model, held_out)).mean().item()
 
     run = fit(model, args, batch_loss=batch_loss, evaluate=held_out_bits)
     recovered = recover(model, held_out)
     residues = train.ids[(train.ids != CLS) & (train.ids != EOS)]
     frequencies = unigram(residues, len(ALPHABET))
     truth = torch.cat([r.truth for r in recovered])
-    baseline = -frequencies[truth].mean().item() / math.log(2)
-    trained = Trained(model, run, held_out, recovered, bits_per_residue(recovered), baseline)
+    baseline = -frequencies[truth] / math.log(2)
+    trained = Trained(model, run, held_out, recovered, bits_of(recovered), baseline)
     guessed = torch.cat([r.guess for r in recovered]) == truth
     common = truth == frequencies.argmax()
-    print(f"held-out bits per masked residue: {trained.bits:.3f} (unigram {baseline:.3f})")
+    print(f"held-out bits per masked residue: {comparison(trained.bits, baseline)}")
     print(f"recovered: {guessed.float().mean():.1%} (the commonest: {common.float().mean():.1%})")
     return trained
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argument_parser(
-        __doc__, data=PROTEOME, out="runs/lc_plm", steps=300, batch=16, length=128, lr=3e-3,
+        __doc__, data=PROTEOME, out="runs/lc_plm", steps=500, batch=8, length=128, lr=3e-3,
         eval_every=50,
     )  # fmt: skip
-    parser.add_argument("--dim", type=int, default=64, help="width of the model")
-    parser.add_argument("--layers", type=int, default=2, help="number of blocks")
-    parser.add_argument("--mixer", choices=["Mamba1", "Mamba2"], default="Mamba2", help="the scan")
+    parser.add_argument("--dim", type=int, default=96, help="width of the model")
+    parser.add_argument("--layers", type=int, default=3, help="number of blocks")
+    parser.add_argument("--mixer", choices=["Mamba1", "Mamba2"], default="Mamba1", help="the scan")
     parser.add_argument("--state", type=int, default=16, help="numbers of state of a channel")
-    parser.add_argument("--mask-rate", type=float, default=0.2, help="share of residues masked")
+    parser.add_argument("--mask-rate", type=float, default=0.6, help="share of residues masked")
     return parser
 
 
@@ -122,8 +122,9 @@ def recover(model: LCPLM, proteins: Sequence[Protein], *, batch: int = 16) -> li
     return [found[i] for i in range(len(proteins))]
 
 
-def bits_per_residue(recovered: Sequence[Recovery]) -> float:
-    return -torch.cat([r.log_probs for r in recovered]).mean().item() / math.log(2)
+def bits_of(recovered: Sequence[Recovery]) -> Tensor:
+    """-log2 p of every residue of every protein: (R,)."""
+    return -torch.cat([r.log_probs for r in recovered]) / math.log(2)
 
 
 if __name__ == "__main__":

@@ -11,20 +11,20 @@ import torch
 from corpora import DICTIONARY, END, TEXT_VOCABULARY, read_text, text_stream, to_text, unigram
 from torch import Tensor
 from torch.nn import functional as F
-from training import Run, argument_parser, fit, parse, run_script
+from training import Run, argument_parser, comparison, fit, parse, run_script
 
 from brickwork.assemblies import Rish, RishConfig
 
 
 class Trained(NamedTuple):
-    """The model, its run, the held-out rows (R, T), and the bits per byte that the model and the
-    unigram baseline need for them."""
+    """The model, its run, the held-out rows (R, T), and the bits per byte (R,) that the model and
+    the unigram baseline need for each."""
 
     model: Rish
     run: Run
     rows: Tensor
-    bits: float
-    baseline: float
+    bits: Tensor
+    baseline: Tensor
 
 
 def main(argv: Sequence[str] | None = None) -> Trained:
@@ -40,18 +40,21 @@ def main(argv: Sequence[str] | None = None) -> Trained:
         assert loss is not None
         return loss
 
-    run = fit(model, args, batch_loss=batch_loss, evaluate=lambda: bits_per_byte(model, rows))
-    # the first token of a row is given, not predicted, to both
-    baseline = -unigram(train.ids, TEXT_VOCABULARY)[rows[:, 1:]].mean().item() / math.log(2)
+    def held_out_bits() -> float:
+        return bits_per_byte(model, rows).mean().item()
+
+    run = fit(model, args, batch_loss=batch_loss, evaluate=held_out_bits)
+    # the first byte of a row is given to both
+    baseline = -unigram(train.ids, TEXT_VOCABULARY)[rows[:, 1:]].mean(1) / math.log(2)
     trained = Trained(model, run, rows, bits_per_byte(model, rows), baseline)
-    print(f"held-out bits per byte: {trained.bits:.3f} (unigram {baseline:.3f})")
+    print(f"held-out bits per byte: {comparison(trained.bits, baseline)}")
     print(continue_text(model, "TRUTH, n.  ", length=120))
     return trained
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argument_parser(
-        __doc__, data=DICTIONARY, out="runs/rish", steps=400, batch=24, length=128, lr=3e-3,
+        __doc__, data=DICTIONARY, out="runs/rish", steps=400, batch=16, length=128, lr=3e-3,
         eval_every=50,
     )  # fmt: skip
     parser.add_argument("--dim", type=int, default=128, help="width of the model")
@@ -83,13 +86,14 @@ def build(args: argparse.Namespace) -> Rish:
 
 
 @torch.no_grad()
-def bits_per_byte(model: Rish, rows: Tensor) -> float:
-    """Mean cross-entropy of every token of `rows` (R, T) but the first, given those before it."""
-    total = 0.0
+def bits_per_byte(model: Rish, rows: Tensor) -> Tensor:
+    """For each of `rows` (R, T) the mean -log2 p of every token but the first, given those before
+    it: (R,)."""
+    found = []
     for ids in rows.split(32):
-        logits = model(ids).logits[:, :-1]
-        total += F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").item()
-    return total / rows[:, 1:].numel() / math.log(2)
+        logits = model(ids).logits[:, :-1].transpose(1, 2)
+        found.append(F.cross_entropy(logits, ids[:, 1:], reduction="none").mean(1))
+    return torch.cat(found) / math.log(2)
 
 
 def continue_text(model: Rish, prompt: str, *, length: int, **sampling: float) -> str:

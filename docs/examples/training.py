@@ -204,6 +204,21 @@ def run_script(main: Callable[[], object]) -> None:
         raise SystemExit(130) from None
 
 
+def gain(bits: Tensor, baseline: Tensor) -> tuple[float, float]:
+    """The mean of how many bits fewer the model needs, and its standard error."""
+    fewer = baseline - bits
+    return fewer.mean().item(), fewer.std().item() / math.sqrt(len(fewer))
+
+
+def comparison(bits: Tensor, baseline: Tensor) -> str:
+    """The two means and the gain in words."""
+    fewer, error = gain(bits, baseline)
+    return (
+        f"{bits.mean():.3f}, {fewer:.3f} ± {error:.3f} fewer than the unigram baseline's "
+        f"{baseline.mean():.3f}"
+    )
+
+
 def learning_rate(step: int, args: argparse.Namespace) -> float:
     """Linear warm-up to `args.lr`, then a cosine down to a tenth of it."""
     if step < args.warmup:

@@ -85,6 +85,7 @@ def causal_conv1d(
         "causal_conv1d",
         backend,
         torch=lambda: why_not_plain(x),
+        cpu=lambda: _why_not_cpu(x),
         causal_conv1d=lambda: _why_not_package(x, weight, bias, initial_state, mask),
         chunked=lambda: _why_not_chunked(x),
     )
@@ -104,12 +105,22 @@ def causal_conv1d(
         from brickwork.kernels.causal_conv1d_causal_conv1d import causal_conv1d_causal_conv1d
 
         y = causal_conv1d_causal_conv1d(x, weight, bias, initial_state, starts, activation, reverse)
+    elif chosen == "cpu":
+        from brickwork.kernels.causal_conv1d_cpu import causal_conv1d_cpu
+
+        y = causal_conv1d_cpu(x, weight, bias, initial_state, mask, starts, activation, reverse)
     else:
         from brickwork.kernels.causal_conv1d_chunked import causal_conv1d_chunked
 
         y = causal_conv1d_chunked(x, weight, bias, initial_state, mask, starts, activation, reverse)
     final = last_tokens(x, initial_state, mask, starts, width=weight.shape[1] - 1, reverse=reverse)
     return CausalConv1dOutput(y, final)
+
+
+def _why_not_cpu(x: Tensor) -> str | None:
+    from brickwork.kernels.causal_conv1d_cpu import why_not
+
+    return why_not(x)
 
 
 def _why_not_package(*tensors: Any) -> str | None:

@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 _HERE = Path(__file__).parent
 _FLAGS = (
@@ -50,6 +51,19 @@ _lock = threading.RLock()
 
 class ExtensionUnavailable(RuntimeError):
     """A compiled kernel cannot be used here; the message says why."""
+
+
+class Array(ctypes.Structure):
+    """The twin of `struct Array` in cpu_vector.h; without data it stands for an absent tensor."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64 * 4))
+
+
+def array(tensor: Tensor | None) -> Array:
+    """Where a tensor's elements lie; the tensor must outlive it."""
+    if tensor is None:
+        return Array()
+    return Array(tensor.data_ptr(), (ctypes.c_int64 * 4)(*tensor.stride()))
 
 
 def load(name: str) -> ctypes.CDLL:

@@ -1,4 +1,4 @@
-// Vectors, elementary functions and threads for the compiled CPU kernels.
+// Arrays, vectors, elementary functions and threads for the compiled CPU kernels.
 //
 // Only the C++ standard library and the vector types of gcc and clang, no header of PyTorch: a build
 // takes seconds, and its result knows nothing of PyTorch's binary interface.
@@ -24,6 +24,17 @@
 #endif
 
 namespace brickwork {
+
+// A tensor's memory and its strides in elements; its twin is `Array` in cpu_extension.py.
+struct Array {
+  char* data;
+  int64_t stride[4];
+  template <class T>
+  T* at(int64_t i, int64_t j = 0, int64_t k = 0, int64_t l = 0) const {
+    return reinterpret_cast<T*>(data) + i * stride[0] + j * stride[1] + k * stride[2] + l * stride[3];
+  }
+  explicit operator bool() const { return data; }
+};
 
 template <class T>
 struct Simd;

@@ -20,16 +20,6 @@ namespace {
 
 constexpr int BLOCK = 4;  // states in registers at a time
 
-struct Array {
-  char* data;
-  int64_t stride[4];
-  template <class T>
-  T* at(int64_t i, int64_t j = 0, int64_t k = 0, int64_t l = 0) const {
-    return reinterpret_cast<T*>(data) + i * stride[0] + j * stride[1] + k * stride[2] + l * stride[3];
-  }
-  explicit operator bool() const { return data; }
-};
-
 }  // namespace
 
 // Its twin is `_Scan` in selective_scan_cpu.py: the same fields in the same order.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from brickwork.kernels import cpu_extension
 from brickwork.kernels.backend import compute_dtype, why_not_opaque
+from brickwork.kernels.cpu_extension import Array, array
 
 _LIBRARY = "selective_scan_cpu"
 _TILE = 64  # channels that one thread takes at a time; fixed, so that sums do not depend on threads
@@ -84,8 +85,8 @@ def _forward(
     scan = _scan(
         x, delta, A, B, C, D, z, delta_bias, initial_state, mask, starts, softplus, reverse
     )
-    scan.y, scan.final_state = _array(y), _array(final_state)
-    scan.states = _array(states) if keep else _Array()
+    scan.y, scan.final_state = array(y), array(final_state)
+    scan.states = array(states) if keep else Array()
     _run("forward", scan, x)
     return y, final_state, states
 
@@ -127,9 +128,9 @@ def _backward(
     tasks = rows * groups * -(-(channels // groups) // scan.tile)
     sums = torch.zeros(rows, state + 2, channels, dtype=x.dtype)
     shares = torch.empty(2, tasks, scan.chunk, state, dtype=x.dtype)
-    scan.states, scan.dstate, scan.sums, scan.shares = map(_array, (states, dstate, sums, shares))
-    scan.dy, scan.dz = _array(dy), _array(None if z is None else dz)
-    scan.dx, scan.ddelta, scan.dB, scan.dC = map(_array, (dx, ddelta, dB, dC))
+    scan.states, scan.dstate, scan.sums, scan.shares = map(array, (states, dstate, sums, shares))
+    scan.dy, scan.dz = array(dy), array(None if z is None else dz)
+    scan.dx, scan.ddelta, scan.dB, scan.dC = map(array, (dx, ddelta, dB, dC))
     _run("backward", scan, x)
     for row in sums[1:]:  # one after the other: the order of a sum must not depend on threads
         sums[0] += row
@@ -199,10 +200,6 @@ def _gradients(ctx: Any, dy: Tensor | None, dfinal: Tensor | None, _: None) -> t
 _forward.register_autograd(_gradients, setup_context=_setup_context)
 
 
-class _Array(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64 * 4))
-
-
 _SIZES = "batch tokens channels groups state chunk tile threads softplus reverse"
 _ARRAYS = (
     "x delta A B C D z delta_bias mask starts initial y final_state states scratch "
@@ -214,19 +211,13 @@ class _Scan(ctypes.Structure):
     """The twin of `struct Scan` in the source."""
 
     _fields_ = tuple((name, ctypes.c_int64) for name in _SIZES.split()) + tuple(
-        (name, _Array) for name in _ARRAYS.split()
+        (name, Array) for name in _ARRAYS.split()
     )
 
 
 def _chunk(state: int) -> int:
     """Tokens between kept states: the more states, the more tokens, while the cache holds them."""
     return min(max(64, 4 * state), 256)
-
-
-def _array(tensor: Tensor | None) -> _Array:
-    if tensor is None:
-        return _Array()
-    return _Array(tensor.data_ptr(), (ctypes.c_int64 * 4)(*tensor.stride()))
 
 
 def _scan(
@@ -251,9 +242,9 @@ def _scan(
     scan.tile = min(_TILE, -(-(scan.channels // scan.groups) // 16) * 16)
     scan.threads = torch.get_num_threads()
     scan.softplus, scan.reverse = softplus, reverse
-    scan.x, scan.delta, scan.A, scan.B, scan.C = map(_array, (x, delta, A, B, C))
-    scan.D, scan.z, scan.delta_bias = map(_array, (D, z, delta_bias))
-    scan.mask, scan.starts, scan.initial = map(_array, (mask, starts, initial_state))
+    scan.x, scan.delta, scan.A, scan.B, scan.C = map(array, (x, delta, A, B, C))
+    scan.D, scan.z, scan.delta_bias = map(array, (D, z, delta_bias))
+    scan.mask, scan.starts, scan.initial = map(array, (mask, starts, initial_state))
     return scan
 
 
@@ -262,6 +253,6 @@ def _run(direction: str, scan: Any, like: Tensor) -> None:
     library.brickwork_scan_scratch.restype = ctypes.c_int64
     size = library.brickwork_scan_scratch(ctypes.byref(scan))
     scratch = torch.empty(scan.threads, size, dtype=torch.uint8)
-    scan.scratch = _array(scratch)
+    scan.scratch = array(scratch)
     dtype = {torch.float32: "float32", torch.float64: "float64"}[like.dtype]
     getattr(library, f"brickwork_scan_{direction}_{dtype}")(ctypes.byref(scan))

@@ -8,11 +8,13 @@ from scans import LENGTHS, PADDINGS, packing_ids, padding_mask, sequences
 from support import assert_close, assert_same_function, gradcheck, gradients
 from torch.utils.checkpoint import checkpoint
 
-from brickwork.kernels import causal_conv1d_chunked
+from brickwork.kernels import causal_conv1d_chunked, causal_conv1d_cpu
 from brickwork.kernels.backend import BackendUnavailable
 from brickwork.kernels.causal_conv1d import causal_conv1d, causal_conv1d_reference
 
-BACKENDS = ["torch", "chunked"]
+NO_CPU = causal_conv1d_cpu.unavailable_here()
+CPU = pytest.param("cpu", marks=pytest.mark.skipif(NO_CPU is not None, reason=str(NO_CPU)))
+BACKENDS = ["torch", "chunked", CPU]
 WIDTHS = st.sampled_from([1, 2, 4, 6])
 OPTIONS = st.fixed_dictionaries(
     {
@@ -295,7 +297,7 @@ def test_errors():
         causal_conv1d(x.long(), weight)
     with pytest.raises(ValueError, match="mask must be bool or integer"):
         causal_conv1d(x, weight, mask=torch.ones(2, 5))
-    with pytest.raises(BackendUnavailable, match="causal_conv1d has no backend 'cpu'"):
-        causal_conv1d(x, weight, backend="cpu")
+    with pytest.raises(BackendUnavailable, match="causal_conv1d has no backend 'grouped'"):
+        causal_conv1d(x, weight, backend="grouped")
     with pytest.raises(BackendUnavailable, match="it takes CPU tensors, got meta"):
         causal_conv1d(x.to("meta"), weight.to("meta"), backend="chunked")

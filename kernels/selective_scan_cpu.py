@@ -55,11 +55,10 @@ def selective_scan_cpu(
     dtype = compute_dtype(*floating)
     wide = [None if t is None else t.to(dtype) for t in floating]
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in wide)
-    y, final_state, _ = _forward(*wide, mask, starts, softplus, reverse, keep)
+    y, final_state, _ = _ops.selective_scan_cpu(*wide, mask, starts, softplus, reverse, keep)
     return y.to(x.dtype), final_state
 
 
-@torch.library.custom_op("brickwork::selective_scan_cpu", mutates_args=(), device_types="cpu")
 def _forward(
     x: Tensor,
     delta: Tensor,
@@ -91,9 +90,6 @@ def _forward(
     return y, final_state, states
 
 
-@torch.library.custom_op(
-    "brickwork::selective_scan_cpu_backward", mutates_args=(), device_types="cpu"
-)
 def _backward(
     dy: Tensor | None,
     dfinal: Tensor | None,
@@ -169,13 +165,13 @@ def _empty_gradients(
     )
 
 
-@_forward.register_fake
-def _(x: Tensor, delta: Tensor, A: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_forward(
+    x: Tensor, delta: Tensor, A: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_results(x, A, others[-1])
 
 
-@_backward.register_fake
-def _(dy: Any, dfinal: Any, states: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+def _fake_backward(dy: Any, dfinal: Any, states: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     x, _, A, B, _, _, z, *_ = inputs
     return _empty_gradients(x, A, B, z)
 
@@ -191,13 +187,34 @@ def _gradients(ctx: Any, dy: Tensor | None, dfinal: Tensor | None, _: None) -> t
     states, *tensors = ctx.saved_tensors
     flags = ctx.softplus, ctx.reverse
     if states.numel() == 0:  # the forward pass did not know that a gradient would be asked for
-        states = _forward(*tensors, *flags, True)[2]
-    grads = _backward(dy, dfinal, states, *tensors, *flags)
+        states = _ops.selective_scan_cpu(*tensors, *flags, True)[2]
+    grads = _ops.selective_scan_cpu_backward(dy, dfinal, states, *tensors, *flags)
     wanted = [g if t is not None else None for g, t in zip(grads, tensors)]
     return (*wanted, None, None, None, None, None)
 
 
-_forward.register_autograd(_gradients, setup_context=_setup_context)
+def _refuse(ctx: Any, *_: Any) -> None:
+    raise RuntimeError(
+        "autograd: the compiled selective_scan is differentiable once; "
+        "within `with prefer('torch'):` it is any number of times"
+    )
+
+
+# Without torch.library.custom_op, whose first call imports the whole of torch._dynamo.
+_library = torch.library.Library("brickwork", "FRAGMENT")
+for _name, _run_on_cpu, _fake in (
+    ("selective_scan_cpu", _forward, _fake_forward),
+    ("selective_scan_cpu_backward", _backward, _fake_backward),
+):
+    _schema = _name + torch.library.infer_schema(_run_on_cpu, mutates_args=())
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(_name, _run_on_cpu, "CPU")
+    torch.library.register_fake(f"brickwork::{_name}", _fake, lib=_library)
+torch.library.register_autograd(
+    "brickwork::selective_scan_cpu", _gradients, setup_context=_setup_context, lib=_library
+)
+torch.library.register_autograd("brickwork::selective_scan_cpu_backward", _refuse, lib=_library)
+_ops = torch.ops.brickwork
 
 
 _SIZES = "batch tokens channels groups state chunk tile threads softplus reverse"

@@ -26,7 +26,7 @@ def same(function, reference, tensors, terms):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backend", ["torch", "chunked"])
+@pytest.mark.parametrize("backend", ["torch", "chunked", "cpu"])
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("options", [False, True])
 @pytest.mark.parametrize("W", [1, 2, 4, 6])
@@ -47,7 +47,7 @@ def test_values_states_and_gradients(T, W, options, activation, backend, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backend", ["torch", "chunked"])
+@pytest.mark.parametrize("backend", ["torch", "chunked", "cpu"])
 @pytest.mark.parametrize("initial", [False, True])
 def test_packed_sequences(initial, backend, dtype):
     ids = torch.tensor([[3, 5, 5, 5, 9, 9, 9], [4, 4, 6, 6, 6, 6, 8]])

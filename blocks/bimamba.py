@@ -98,11 +98,11 @@ class BiMamba(nn.Module):
         check_tokens(x, self.dim)
         mask = check_mask(mask, (x.shape[0], x.shape[1]))
         fwd, rev = self.mamba_fwd, self.mamba_rev
-        projected = fwd.in_proj(x)
-        y_fwd = fwd.mix(projected, mask=mask, seq_ids=seq_ids)
+        parts = fwd.split(fwd.in_proj(x))
+        y_fwd = fwd.mix(parts, mask=mask, seq_ids=seq_ids)
         if not self.tie:
-            projected = rev.in_proj(x)
-        y_rev = rev.mix(projected, mask=mask, seq_ids=seq_ids, reverse=True)
+            parts = rev.split(rev.in_proj(x))
+        y_rev = rev.mix(parts, mask=mask, seq_ids=seq_ids, reverse=True)
         bias = fwd.out_proj.bias
         if self.tie and self.combine == "add":
             y = fwd.out_proj(y_fwd + y_rev)

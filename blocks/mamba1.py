@@ -101,16 +101,19 @@ class Mamba1(MambaMixer):
             self.A_log.copy_(rates.log().expand_as(self.A_log))
         nn.init.ones_(self.D)
 
+    def split(self, projected: Tensor) -> tuple[Tensor, ...]:
+        return projected.chunk(2, -1)
+
     def mix(
         self,
-        projected: Tensor,
+        parts: tuple[Tensor, ...],
         *,
         mask: Tensor | None = None,
         seq_ids: Tensor | None = None,
         reverse: bool = False,
         state: MambaState | None = None,
     ) -> Tensor:
-        x, z = projected.chunk(2, -1)
+        x, z = parts
         conv = causal_conv1d(
             x,
             self.conv1d.weight[:, 0],

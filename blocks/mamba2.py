@@ -131,17 +131,21 @@ class Mamba2(MambaMixer):
         nn.init.ones_(self.D)
         init_step_bias_(self.dt_bias)
 
+    def split(self, projected: Tensor) -> tuple[Tensor, ...]:
+        inner, heads = self.num_heads * self.head_dim, self.num_heads
+        return projected.split([inner, inner + 2 * self.num_groups * self.d_state, heads], -1)
+
     def mix(
         self,
-        projected: Tensor,
+        parts: tuple[Tensor, ...],
         *,
         mask: Tensor | None = None,
         seq_ids: Tensor | None = None,
         reverse: bool = False,
         state: MambaState | None = None,
     ) -> Tensor:
+        z, xBC, dt = parts
         inner, group = self.num_heads * self.head_dim, self.num_groups * self.d_state
-        z, xBC, dt = projected.split([inner, inner + 2 * group, self.num_heads], -1)
         conv = causal_conv1d(
             xBC,
             self.conv1d.weight[:, 0],

@@ -137,6 +137,9 @@ def decay_rates(A_log: Tensor) -> Tensor:
 class MambaMixer(nn.Module):
     """A causal mixer in three parts: `in_proj`, `mix` (convolution, scan, gate), `out_proj`.
 
+    `split` cuts in_proj's result into the tensors that `mix` takes; two mixers that share it cut
+    it once, so that their gradients are put together once.
+
     The parameters in `float32_parameters` stay in float32 whatever the model is cast to, by
     `.to(dtype)`, `.half()`, `load_state_dict(assign=True)` or a narrower default dtype:
     an exponential of a rounded A_log, or a step bias near 1e-3, is too coarse in bfloat16.
@@ -151,16 +154,21 @@ class MambaMixer(nn.Module):
         super().__init__()
         self.dim = dim
 
+    def split(self, projected: Tensor) -> tuple[Tensor, ...]:
+        """in_proj's result as the arguments of `mix`."""
+        raise NotImplementedError
+
     def mix(
         self,
-        projected: Tensor,
+        parts: tuple[Tensor, ...],
         *,
         mask: Tensor | None = None,
         seq_ids: Tensor | None = None,
         reverse: bool = False,
         state: MambaState | None = None,
     ) -> Tensor:
-        """What lies between the projections: in_proj's result in, out_proj's argument out."""
+        """What lies between the projections: the parts of in_proj's result in, out_proj's argument
+        out."""
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
@@ -179,7 +187,8 @@ class MambaMixer(nn.Module):
         check_tokens(x, self.dim)
         check_state(state, x.shape[0], reverse)
         mask = check_mask(mask, (x.shape[0], x.shape[1]))
-        y = self.mix(self.in_proj(x), mask=mask, seq_ids=seq_ids, reverse=reverse, state=state)
+        parts = self.split(self.in_proj(x))
+        y = self.mix(parts, mask=mask, seq_ids=seq_ids, reverse=reverse, state=state)
         return zero_padding(self.out_proj(y), mask, self.out_proj.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MambaMixer:

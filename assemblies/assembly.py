@@ -10,15 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from brickwork.assemblies.checkpoint import (
-    Rename,
-    from_original,
-    load_config,
-    open_checkpoint,
-    original_name,
-    save_checkpoint,
-    to_original,
-)
+from brickwork.assemblies.checkpoint import Rename, from_original, original_name, to_original
+from brickwork.assemblies.checkpoint_files import load_config, open_checkpoint, save_checkpoint
 from brickwork.assemblies.config import Config
 
 AssemblyType = TypeVar("AssemblyType", bound="Assembly")
@@ -37,6 +30,7 @@ class Assembly(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gradient_checkpointing = False
+        self.bookkeeping: dict[str, Any] = {}  # of config.json, for the original's own loader
 
     def aliases(self) -> dict[str, str]:
         """The original's further names of tied tensors, each with the name it shares."""
@@ -70,11 +64,14 @@ class Assembly(nn.Module):
         Of a tied tensor one name is enough. Nothing is changed unless everything fits.
 
         Raises:
-            ValueError: naming every missing, unexpected, misshapen or contradictory entry.
+            ValueError: naming every missing, unexpected, misshapen or contradictory entry; or this
+                model is on the meta device (`to_empty` it first).
         """
         parameters = dict(self.named_parameters())
+        if any(parameter.is_meta for parameter in parameters.values()):
+            raise ValueError("the model is on the meta device: call to_empty(device=...) first")
         shapes = {name: p.shape for name, p in parameters.items()}
-        loaded = from_original(state, shapes, self.table, self.aliases())
+        loaded = from_original(state, shapes, self.table, self.aliases(), widen=True)
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(loaded[name])
@@ -96,15 +93,22 @@ class Assembly(nn.Module):
             FileNotFoundError: a file is missing.
             ValueError: a file is corrupt, or its entries or config do not fit; all are named.
         """
-        config = cls.config_class.from_dict(load_config(folder))
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
+        fields = load_config(folder)
+        config = cls.config_class.from_dict(fields)
         with torch.device("meta"):
             model = cls(config)  # type: ignore[call-arg]
         shapes = {name: p.shape for name, p in model.named_parameters()}
         with open_checkpoint(folder) as state:
-            loaded = from_original(state, shapes, cls.table, model.aliases())
+            loaded = from_original(
+                state, shapes, cls.table, model.aliases(), widen=dtype is not None
+            )
         for name, tensor in loaded.items():
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor))
+        bookkeeping = ("architectures", "auto_map", "tokenizer_class")
+        model.bookkeeping = {name: fields[name] for name in bookkeeping if name in fields}
         return model.to(device=device, dtype=dtype).eval()
 
     def save_pretrained(
@@ -118,7 +122,9 @@ class Assembly(nn.Module):
         """
         aliases = self.aliases()
         state = {n: t for n, t in self.original_state_dict().items() if n not in aliases}
-        save_checkpoint(folder, self.config.to_dict(), state, max_shard_bytes=max_shard_bytes)
+        dtype = str(next(self.parameters()).dtype).removeprefix("torch.")
+        config = {**self.bookkeeping, **self.config.to_dict(), "torch_dtype": dtype}
+        save_checkpoint(folder, config, state, max_shard_bytes=max_shard_bytes)
 
     def run_layer(self, layer: nn.Module, *args: Any, **options: Any) -> Any:
         """Call a layer, recomputing it in the backward pass if `gradient_checkpointing` is set."""

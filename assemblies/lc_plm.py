@@ -116,7 +116,7 @@ class LCPLM(Assembly):
         at the same positions where they are not -100.
 
         `input_ids` (B, T) or `inputs_embeds` (B, T, C); `attention_mask` (B, T), 1 for real
-        tokens (hidden states of the others are 0); `seq_ids` (B, T) for packed sequences.
+        tokens (the others' last hidden state is 0); `seq_ids` (B, T) for packed sequences.
         """
         vocab = self.config.vocab_size
         hidden = embed(self.embedding, input_ids, inputs_embeds, labels, vocab_size=vocab)

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from brickwork.assemblies.config import Config, check_number, check_size, check_token_id
+from brickwork.assemblies.config import (
+    Config,
+    check_base,
+    check_dict,
+    check_fraction,
+    check_number,
+    check_size,
+    check_token_id,
+    given,
+)
+from brickwork.assemblies.rish_rope import rope_options
 from brickwork.kernels.checks import check_flag, check_one_of
 
 
@@ -49,24 +59,29 @@ class RishConfig(Config):
     balance: Literal["per_layer", "pooled"] = "per_layer"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_size(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
             num_hidden_layers=self.num_hidden_layers,
             num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
             max_position_embeddings=self.max_position_embeddings,
-            original_max_position_embeddings=self.original_max_position_embeddings,
             num_experts=self.num_experts,
             num_experts_per_tok=self.num_experts_per_tok,
+            **given(
+                num_key_value_heads=self.num_key_value_heads,
+                head_dim=self.head_dim,
+                original_max_position_embeddings=self.original_max_position_embeddings,
+            ),
         )
         check_token_id(
             self.vocab_size,
-            pad_token_id=self.pad_token_id,
-            bos_token_id=self.bos_token_id,
-            eos_token_id=self.eos_token_id,
+            **given(
+                pad_token_id=self.pad_token_id,
+                bos_token_id=self.bos_token_id,
+                eos_token_id=self.eos_token_id,
+            ),
         )
         for flag in ("use_cache", "tie_word_embeddings", "attention_bias", "norm_topk_prob"):
             check_flag(flag, getattr(self, flag))
@@ -75,18 +90,32 @@ class RishConfig(Config):
         check_one_of("balance", self.balance, ("per_layer", "pooled"))
         check_number(0, rms_norm_eps=self.rms_norm_eps, initializer_range=self.initializer_range)
         check_number(0, router_aux_loss_coef=self.router_aux_loss_coef)
-        check_number(0, 1, attention_dropout=self.attention_dropout)
-        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size must be a multiple of num_attention_heads = "
-                f"{self.num_attention_heads} unless head_dim is given, got {self.hidden_size}"
-            )
+        check_fraction(attention_dropout=self.attention_dropout)
+        check_base(rope_theta=self.rope_theta)
+        check_dict("rope_scaling", self.rope_scaling)
+        check_dict("rope_parameters", self.rope_parameters)
+        self._check_heads()
         if self.num_experts_per_tok > self.num_experts:
             raise ValueError(
                 f"num_experts_per_tok must be at most num_experts = {self.num_experts}, "
                 f"got {self.num_experts_per_tok}"
             )
         self.rope_options()
+
+    def _check_heads(self) -> None:
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if kv_heads is not None and heads % kv_heads:
+            raise ValueError(
+                f"num_attention_heads must be a multiple of num_key_value_heads = {kv_heads}, "
+                f"got {heads}"
+            )
+        if self.head_dim is None and self.hidden_size % (2 * heads):
+            raise ValueError(
+                f"hidden_size must be an even multiple of num_attention_heads = {heads} unless "
+                f"head_dim is given, got {self.hidden_size}"
+            )
+        if self.head_dim is not None and self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, got {self.head_dim}")
 
     def attention_options(self) -> dict[str, Any]:
         """The keyword arguments of the attention block, less `rope`."""
@@ -114,30 +143,6 @@ class RishConfig(Config):
         """The arguments of this model's RoPE block.
 
         Raises:
-            ValueError: the scaling is given twice and differs, or does not name its type.
+            ValueError: a value is given twice and differs, or the scaling is incomplete.
         """
-        given = dict(self.rope_parameters or {})
-        base = given.pop("rope_theta", self.rope_theta)
-        if self.rope_scaling and given and given != self.rope_scaling:
-            raise ValueError(
-                f"rope_scaling and rope_parameters differ: {self.rope_scaling}, {given}"
-            )
-        scaling = given or dict(self.rope_scaling or {})
-        kind = scaling.pop("type", None)
-        scaling.setdefault("rope_type", kind or self.rope_type or "default")
-        if kind not in (None, scaling["rope_type"]):
-            raise ValueError(f"rope type is given twice: {kind!r} and {scaling['rope_type']!r}")
-        kind = scaling["rope_type"]
-        if self.original_max_position_embeddings is not None:
-            scaling.setdefault(
-                "original_max_position_embeddings", self.original_max_position_embeddings
-            )
-        if kind != "default":
-            scaling.setdefault("max_position_embeddings", self.max_position_embeddings)
-        unbounded = kind == "dynamic"
-        return {
-            "head_dim": self.head_dim or self.hidden_size // self.num_attention_heads,
-            "base": base,
-            "scaling": None if kind == "default" else scaling,
-            "max_positions": None if unbounded else self.max_position_embeddings,
-        }
+        return rope_options(self)

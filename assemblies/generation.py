@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from brickwork.assemblies.inputs import check_ids
+from brickwork.assemblies.inputs import check_ids, check_mask
+from brickwork.assemblies.sampling import check_sampling, pick
 from brickwork.blocks.kv_cache import KVCache
 from brickwork.kernels.checks import check_integer, check_shapes
 
@@ -25,7 +27,7 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    eos_token_id: int | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Continue each prompt token by token; cached and uncached decoding give the same ids.
@@ -37,8 +39,8 @@ def generate(
         temperature: 0 takes the likeliest token, otherwise samples softmax(logits / temperature).
         top_k: sample among the k likeliest tokens only.
         top_p: sample among the likeliest tokens that together reach this probability.
-        eos_token_id: stops a row; default: the config's. Then come `pad_token_id`s (without one,
-            more of the same id) until every row has stopped.
+        eos_token_id: one id or several that stop a row, () for none; default: the config's. Then
+            come `pad_token_id`s (without one, the first of these) until every row has stopped.
         generator: source of randomness for sampling.
 
     Returns:
@@ -47,17 +49,17 @@ def generate(
     Raises:
         ValueError: padding that is not on the left, a length past the model's limit, ids outside
             the vocabulary, or an option out of its range.
+        RuntimeError: the model's logits are NaN or infinite.
     """
     config = model.config
     check_shapes(input_ids=(input_ids, "B T"), attention_mask=(attention_mask, "B T"))
     check_ids("input_ids", input_ids, config.vocab_size)
     check_integer("max_new_tokens", max_new_tokens, least=0)
-    _check_sampling(temperature, top_k, top_p)
-    eos = config.eos_token_id if eos_token_id is None else eos_token_id
-    if eos_token_id is not None and not 0 <= eos_token_id < config.vocab_size:
-        raise ValueError(f"eos_token_id must be in [0, {config.vocab_size}), got {eos_token_id}")
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    mask = mask.bool()
+    check_sampling(temperature, top_k, top_p)
+    eos = _stops(config.eos_token_id if eos_token_id is None else eos_token_id, config.vocab_size)
+    given = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    mask = check_mask("attention_mask", given, input_ids[..., None])
+    assert mask is not None
     if input_ids.shape[1] == 0 or not mask[:, -1].all() or (mask[:, :-1] & ~mask[:, 1:]).any():
         raise ValueError(
             "attention_mask must have its padding on the left, and a token in every row"
@@ -69,13 +71,14 @@ def generate(
             f"prompt and max_new_tokens = {max_new_tokens} reach {longest} tokens, past "
             f"max_position_embeddings = {limit}"
         )
-    was_training = model.training
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         return _generate(model, input_ids, mask, max_new_tokens, eos, generator,
                          (temperature, top_k, top_p))  # fmt: skip
     finally:
-        model.train(was_training)
+        for module, training in modes.items():
+            module.training = training
 
 
 def _generate(
@@ -83,12 +86,12 @@ def _generate(
     ids: Tensor,
     mask: Tensor,
     max_new_tokens: int,
-    eos: int | None,
+    eos: list[int],
     generator: torch.Generator | None,
     sampling: tuple[float, int | None, float | None],
 ) -> Tensor:
     config = model.config
-    filler = eos if config.pad_token_id is None else config.pad_token_id
+    stops = torch.tensor(eos, dtype=torch.int64, device=ids.device)
     alive = torch.ones(ids.shape[0], dtype=torch.bool, device=ids.device)
     cache: list[KVCache] | None = None
     for _ in range(max_new_tokens if ids.shape[0] else 0):
@@ -97,10 +100,11 @@ def _generate(
             logits = model(ids, attention_mask=mask, cache=cache).logits
         else:
             logits = model(ids[:, -1:], attention_mask=mask[:, -1:], cache=cache).logits
-        token = _pick(logits[:, -1].float(), generator, *sampling)
-        if eos is not None and filler is not None:
+        token = pick(logits[:, -1].float(), generator, *sampling)
+        if eos:
+            filler = eos[0] if config.pad_token_id is None else config.pad_token_id
             token = torch.where(alive, token, filler)
-            alive = alive & (token != eos)
+            alive = alive & ~torch.isin(token, stops)
         ids = torch.cat([ids, token[:, None].to(ids.dtype)], 1)
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
         if not alive.any():
@@ -117,34 +121,12 @@ def _angles_change(model: Rish, lengths_B: Tensor) -> bool:
     return not torch.equal(now, before)
 
 
-def _pick(
-    logits_BV: Tensor,
-    generator: torch.Generator | None,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-) -> Tensor:
-    if temperature == 0:
-        return logits_BV.argmax(-1)
-    logits_BV = logits_BV / temperature
-    if top_k is not None:
-        least = logits_BV.topk(min(top_k, logits_BV.shape[-1])).values[:, -1:]
-        logits_BV = logits_BV.masked_fill(logits_BV < least, -torch.inf)
-    if top_p is not None:
-        ordered, order = logits_BV.sort(dim=-1, descending=True, stable=True)
-        probabilities = ordered.softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities
-        dropped = (before >= top_p).scatter(-1, order, before >= top_p)
-        logits_BV = logits_BV.masked_fill(dropped, -torch.inf)
-    return torch.multinomial(logits_BV.softmax(-1), 1, generator=generator)[:, 0]
-
-
-def _check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must be a finite number of at least 0, got {temperature}")
-    if top_k is not None:
-        check_integer("top_k", top_k, least=1)
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
-    if temperature == 0 and (top_k, top_p) != (None, None):
-        raise ValueError("top_k and top_p sample: give a temperature above 0 with them")
+def _stops(eos_token_id: int | Sequence[int] | None, vocab_size: int) -> list[int]:
+    if eos_token_id is None:
+        return []
+    ids = list(eos_token_id) if isinstance(eos_token_id, Sequence) else [eos_token_id]
+    for token in ids:
+        check_integer("eos_token_id", token, least=0)
+        if token >= vocab_size:
+            raise ValueError(f"eos_token_id must be in [0, {vocab_size}), got {token}")
+    return ids

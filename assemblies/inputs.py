@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
+from brickwork.blocks.kv_cache import KVCache, StaticKVCache
 from brickwork.kernels.checks import check_shapes
 
 
@@ -57,6 +60,35 @@ def check_mask(name: str, mask: Tensor | None, like: Tensor) -> Tensor | None:
     if looked_at and not torch.compiler.is_compiling() and not ((mask == 0) | (mask == 1)).all():
         raise ValueError(f"{name} must be 0 (padding) or 1 (real) everywhere")
     return mask != 0
+
+
+def check_per_layer(layers: int, *, cache: object = None, routing: object = None) -> None:
+    """Raise unless each is None or a list with one entry for each layer, no cache in it twice.
+
+    >>> check_per_layer(2, cache=[KVCache()])
+    Traceback (most recent call last):
+    ValueError: cache must be a list of 2, one KVCache or StaticKVCache per layer, got a list of 1
+    """
+    _check_entries("cache", cache, layers, KVCache, StaticKVCache)
+    _check_entries("routing", routing, layers, Tensor)
+    if not isinstance(cache, Sequence) or torch.compiler.is_compiling():
+        return
+    if len({id(entry) for entry in cache}) < layers:
+        raise ValueError("cache must be another object for each layer, got one for several")
+
+
+def _check_entries(name: str, given: object, layers: int, *kinds: type) -> None:
+    if given is None:
+        return
+    kind = " or ".join(kind.__name__ for kind in kinds)
+    rule = f"{name} must be a list of {layers}, one {kind} per layer"
+    if not isinstance(given, Sequence):
+        raise ValueError(f"{rule}, got {type(given).__name__}")
+    if len(given) != layers:
+        raise ValueError(f"{rule}, got a {type(given).__name__} of {len(given)}")
+    for i, entry in enumerate(given):
+        if not isinstance(entry, kinds):
+            raise ValueError(f"{rule}, got {type(entry).__name__} for layer {i}")
 
 
 def next_token_labels(

@@ -38,15 +38,7 @@ def tokenize(sequences: Sequence[str]) -> ProteinBatch:
     tensor([[ 0, 20, 15,  2,  1,  1],
             [ 0, 20, 32, 15,  7,  2]])
     """
-    if isinstance(sequences, str) or not sequences:
-        raise ValueError(f"sequences must be a list of at least one protein, got {sequences!r}")
-    rows = [[CLS, *_residue_ids(sequence, i), EOS] for i, sequence in enumerate(sequences)]
-    ids = torch.full((len(rows), max(map(len, rows))), PAD)
-    mask = torch.zeros(ids.shape, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        ids[i, : len(row)] = torch.tensor(row)
-        mask[i, : len(row)] = True
-    return ProteinBatch(ids, mask)
+    return _pad(_rows(sequences))
 
 
 def decode(input_ids: Tensor) -> list[str]:
@@ -72,17 +64,16 @@ def embed_proteins(model: LCPLM, sequences: Sequence[str], *, batch_size: int = 
         ValueError: as `tokenize`, an empty protein, or `batch_size` below 1.
     """
     check_integer("batch_size", batch_size, least=1)
-    ids, mask = tokenize(sequences)
-    lengths = mask.sum(1)
+    rows = _rows(sequences)
+    lengths = torch.tensor([len(row) for row in rows])
     if (lengths == 2).any():
         raise ValueError(
             f"sequence {int((lengths == 2).int().argmax())} is empty: nothing to average"
         )
     device = model.embedding.weight.device
-    found: list[Tensor | None] = [None] * len(sequences)
+    found: list[Tensor | None] = [None] * len(rows)
     for chunk in lengths.argsort(stable=True).split(batch_size):
-        width = int(lengths[chunk].max())
-        chunk_ids, chunk_mask = ids[chunk, :width].to(device), mask[chunk, :width].to(device)
+        chunk_ids, chunk_mask = (t.to(device) for t in _pad([rows[i] for i in chunk.tolist()]))
         hidden = model(chunk_ids, attention_mask=chunk_mask).last_hidden_state
         residues = chunk_mask & (chunk_ids != CLS) & (chunk_ids != EOS)
         weights = residues / residues.sum(1, keepdim=True)
@@ -124,6 +115,21 @@ def masked_log_probs(
         logits = model(copies.to(device)).logits[torch.arange(len(chunk)), chunk]
         rows.append(logits.log_softmax(-1).cpu())
     return torch.cat(rows)
+
+
+def _rows(sequences: Sequence[str]) -> list[list[int]]:
+    if isinstance(sequences, str) or not sequences:
+        raise ValueError(f"sequences must be a list of at least one protein, got {sequences!r}")
+    return [[CLS, *_residue_ids(sequence, i), EOS] for i, sequence in enumerate(sequences)]
+
+
+def _pad(rows: Sequence[Sequence[int]]) -> ProteinBatch:
+    ids = torch.full((len(rows), max(map(len, rows))), PAD)
+    mask = torch.zeros(ids.shape, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = torch.tensor(row)
+        mask[i, : len(row)] = True
+    return ProteinBatch(ids, mask)
 
 
 def _residue_ids(sequence: str, index: int) -> list[int]:

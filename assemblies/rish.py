@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from brickwork.assemblies.assembly import Assembly
 from brickwork.assemblies.checkpoint import Rename
 from brickwork.assemblies.generation import generate
-from brickwork.assemblies.inputs import check_mask, embed, next_token_labels
+from brickwork.assemblies.inputs import check_mask, check_per_layer, embed, next_token_labels
 from brickwork.assemblies.outputs import RishOutput
 from brickwork.assemblies.rish_config import RishConfig
 from brickwork.blocks.attention import Attention
@@ -59,9 +59,7 @@ class Rish(Assembly):
     table = (
         Rename("layers.{i}.attention.*", "model.layers.{i}.self_attn.*"),
         Rename("layers.{i}.moe.router.*", "model.layers.{i}.mlp.gate.*"),
-        Rename(
-            "layers.{i}.moe.gate_up", (_EXPERT + "gate_proj.weight", _EXPERT + "up_proj.weight")
-        ),
+        Rename("layers.{i}.moe.gate_up", _GATE_UP),
         Rename("layers.{i}.moe.down", _EXPERT + "down_proj.weight"),
         Rename("lm_head.*", "lm_head.*"),
         Rename("*", "model.*"),
@@ -119,6 +117,7 @@ class Rish(Assembly):
             cache: one per layer, updated in place. routing: expert indices per layer to replay.
             return_logits: False computes the loss without keeping all logits.
         """
+        check_per_layer(len(self.layers), cache=cache, routing=routing)
         x = embed(self.embed_tokens, input_ids, inputs_embeds, labels)
         mask = check_mask("attention_mask", attention_mask, x)
         states, router_logits = [x], []

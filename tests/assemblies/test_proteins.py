@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from brickwork.assemblies import LCPLM, LCPLMConfig
 from brickwork.assemblies.proteins import (
@@ -65,6 +66,24 @@ def test_embeddings_are_means_over_residues_whatever_the_batch():
         embed_proteins(model, ["M", ""])
     with pytest.raises(ValueError, match="batch_size must be an integer of at least 1, got 0"):
         embed_proteins(model, ["M"], batch_size=0)
+
+
+class _LargestBatch(TorchDispatchMode):
+    """The most token ids in one tensor."""
+
+    tokens = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype in (torch.int64, torch.bool):
+            self.tokens = max(self.tokens, out.numel())
+        return out
+
+
+def test_a_long_protein_pads_its_own_batch_only():
+    with _LargestBatch() as largest:
+        embed_proteins(tiny(), ["M"] * 30 + ["MKVLAGSERT" * 10], batch_size=2)
+    assert largest.tokens <= 2 * 102
 
 
 def test_masked_log_probs_mask_one_residue_each():

@@ -8,6 +8,7 @@ import torch
 from support import assert_close
 
 from brickwork.assemblies import Rish, RishConfig
+from brickwork.assemblies.sampling import pick
 from brickwork.blocks.kv_cache import KVCache, StaticKVCache
 
 TINY = {
@@ -235,6 +236,92 @@ def test_generation_leaves_the_mode_alone_and_takes_no_gradient():
     a = model.generate(ids, max_new_tokens=4)
     assert model.training
     assert torch.equal(a, model.generate(ids, max_new_tokens=4)), "dropout was active"
+
+
+def test_generation_leaves_each_module_in_its_mode():
+    model = tiny().train()
+    model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    model.generate(torch.tensor([[1, 2]]), max_new_tokens=1)
+    assert [module.training for module in model.modules()] == modes
+
+
+@pytest.mark.parametrize("padding", [float("-inf"), -1e9])
+def test_generation_refuses_an_additive_mask(padding):
+    mask = torch.tensor([[0.0, padding, padding, padding]])  # would invert to padding on the left
+    with pytest.raises(ValueError, match="attention_mask must be 0"):
+        tiny().generate(torch.tensor([[1, 2, 3, 4]]), attention_mask=mask, max_new_tokens=1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_generation_raises_for_logits_that_are_no_numbers(value, temperature):
+    model = tiny()
+    with torch.no_grad():
+        model.lm_head.weight[7] = value
+    with pytest.raises(RuntimeError, match="row 0: the model's logits must have a finite maximum"):
+        model.generate(torch.tensor([[1, 2]]), max_new_tokens=1, temperature=temperature)
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-45, 1e-300])
+def test_a_tiny_temperature_takes_the_likeliest(temperature):
+    model = tiny()
+    ids = torch.randint(1, 31, (3, 4))
+    expected = model.generate(ids, max_new_tokens=3)
+    assert torch.equal(model.generate(ids, max_new_tokens=3, temperature=temperature), expected)
+
+
+def test_top_p_of_one_drops_nothing(monkeypatch):
+    """Where float32's running sum of probabilities passes 1 before the rarest tokens."""
+    given = []
+    draw = torch.multinomial
+    monkeypatch.setattr(
+        torch, "multinomial", lambda p, *a, **k: given.append(p) or draw(p, *a, **k)
+    )
+    logits = torch.linspace(-20, 0, 60000).expand(8, -1) + torch.randn(8, 60000)
+    for top_p in (None, 1.0):
+        pick(logits, None, 1.0, None, top_p)
+    assert torch.equal(*given)
+
+
+def test_several_or_no_tokens_end_a_sequence():
+    ids = torch.tensor([[1, 2, 3]])
+    model = tiny(pad_token_id=0)
+    free = model.generate(ids, max_new_tokens=6)[0, 3:].tolist()
+    others = [token for token in range(31) if token not in free]
+    found = model.generate(ids, max_new_tokens=6, eos_token_id=[others[0], free[2]])
+    assert found[0, 3:].tolist() == free[: free.index(free[2]) + 1]
+    stopping = tiny(eos_token_id=free[0])
+    stopping.load_state_dict(model.state_dict())
+    assert stopping.generate(ids, max_new_tokens=6).shape[1] == 4
+    for none in ((), []):
+        whole = stopping.generate(ids, max_new_tokens=6, eos_token_id=none)
+        assert whole[0, 3:].tolist() == free
+    for wrong in (True, 3.0, [3, -1], [3, 31], "3"):
+        with pytest.raises(ValueError, match="eos_token_id must be"):
+            model.generate(ids, max_new_tokens=1, eos_token_id=wrong)
+
+
+def test_caches_and_routing_are_one_per_layer():
+    model = tiny()
+    ids = torch.randint(0, 31, (1, 3))
+    caches = [KVCache() for _ in range(3)]
+    routing = [torch.zeros(1, 3, 2, dtype=torch.int64)] * 3
+    cases = [
+        ({"cache": caches[:1] * 2}, "cache must be another object for each layer"),
+        ({"cache": caches[:1]}, "cache must be a list of 2, .* got a list of 1"),
+        ({"cache": caches}, "cache must be a list of 2, .* got a list of 3"),
+        ({"cache": caches[0]}, "cache must be a list of 2, .* got KVCache"),
+        ({"cache": [caches[0], None]}, "cache must be a list of 2, .* got NoneType for layer 1"),
+        ({"routing": routing}, "routing must be a list of 2, .* got a list of 3"),
+        ({"routing": routing[:1]}, "routing must be a list of 2, .* got a list of 1"),
+        ({"routing": routing[0]}, "routing must be a list of 2, .* got Tensor"),
+    ]
+    for given, message in cases:
+        with pytest.raises(ValueError, match=message):
+            model(ids, **given)
+    assert all(cache.length == 0 for cache in caches)
+    model(ids, cache=tuple(caches[:2]))
 
 
 def test_loss_without_logits_is_the_same_loss():

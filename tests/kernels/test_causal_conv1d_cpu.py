@@ -128,7 +128,7 @@ def layouts(tensor):
 
 @pytest.mark.parametrize("which", range(4))
 def test_strides(which):
-    """mamba#345, mamba PR#537, fla PR#871: any strides, in every argument and gradient."""
+    """mamba#345, mamba#537, fla#871: any strides, in every argument and gradient."""
     p = Problem(2, 66, 18, 4)
     expected, expected_grads = gradients(p.run("cpu"), p.floats)
     given = p.floats[which]
@@ -152,7 +152,7 @@ def test_a_slice_is_read_where_it_lies():
 
 
 def test_expanded_inputs_and_gradients():
-    """fla PR#1138: y.sum().backward() hands back a gradient with stride 0."""
+    """fla#1138: y.sum().backward() hands back a gradient with stride 0."""
     x, weight = torch.randn(1, 66, 1).expand(2, 66, 18), torch.randn(1, 4).expand(18, 4)
     found = []
     for backend, dtype in (("cpu", torch.float32), ("torch", torch.float64)):

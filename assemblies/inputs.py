@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from brickwork.blocks.diffusion_canvas import free_to_look_at
 from brickwork.blocks.kv_cache import KVCache, StaticKVCache
-from brickwork.kernels.checks import check_shapes
+from brickwork.blocks.masked_diffusion import Noise
+from brickwork.kernels.checks import check_floating, check_shapes
 
 
 def embed(
@@ -41,23 +43,22 @@ def check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
     """Raise unless `ids` are int64 or int32 and, where looking is free, in the vocabulary."""
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{name} must be int64 or int32, got {ids.dtype}")
-    if ids.device.type != "cpu" or ids.numel() == 0 or torch.compiler.is_compiling():
+    if ids.numel() == 0 or not free_to_look_at(ids):
         return
-    if type(ids) is Tensor and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+    if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise ValueError(
             f"{name} must be in [0, {vocab_size}), got {int(ids.min())} to {int(ids.max())}"
         )
 
 
 def check_mask(name: str, mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """A (B, T) mask of the batch as bool: 1 or True is real; None stays None."""
+    """A (B, T) mask of `like`, (B, T) or (B, T, C), as bool: 1 is real; None stays None."""
     if mask is None:
         return None
-    check_shapes(inputs=(like, "B T C"), **{name: (mask, "B T")})
+    check_shapes(inputs=(like, "B T C" if like.ndim == 3 else "B T"), **{name: (mask, "B T")})
     if mask.dtype == torch.bool:
         return mask
-    looked_at = mask.device.type == "cpu" and type(mask) is Tensor
-    if looked_at and not torch.compiler.is_compiling() and not ((mask == 0) | (mask == 1)).all():
+    if free_to_look_at(mask) and not ((mask == 0) | (mask == 1)).all():
         raise ValueError(f"{name} must be 0 (padding) or 1 (real) everywhere")
     return mask != 0
 
@@ -89,6 +90,55 @@ def _check_entries(name: str, given: object, layers: int, *kinds: type) -> None:
     for i, entry in enumerate(given):
         if not isinstance(entry, kinds):
             raise ValueError(f"{rule}, got {type(entry).__name__} for layer {i}")
+
+
+def maskable_tokens(labels: Tensor, input_ids: Tensor) -> Tensor:
+    """(B, T), True where a label is not -100: the tokens that noise may mask.
+
+    Raises:
+        ValueError: a wrong shape or dtype, or (looked at on the CPU only) labels that are neither
+            -100 nor the token of input_ids, which is what is predicted.
+    """
+    check_shapes(input_ids=(input_ids, "B T"), labels=(labels, "B T"))
+    if labels.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"labels must be int64 or int32, got {labels.dtype}")
+    maskable = labels != -100
+    if free_to_look_at(labels) and free_to_look_at(input_ids):
+        wrong = maskable & (labels != input_ids)
+        if wrong.any():
+            raise ValueError(
+                f"labels must be -100 or the token of input_ids, got {labels[wrong][0]} for token "
+                f"{input_ids[wrong][0]} at {tuple(wrong.nonzero()[0].tolist())}"
+            )
+    return maskable
+
+
+def check_noise(noise: Noise, input_ids: Tensor, maskable: Tensor) -> Noise:
+    """`noise` of `input_ids` (B, T), its p cut to the maskable tokens.
+
+    Raises:
+        ValueError: not a Noise, a wrong shape or dtype, or (looked at on the CPU only) a masked
+            token that is not maskable or whose p is 0.
+    """
+    if not isinstance(noise, Noise):
+        raise ValueError(f"noise must be a Noise, got {type(noise).__name__}")
+    shapes = {f"noise.{name}": (tensor, "B T") for name, tensor in noise._asdict().items()}
+    check_shapes(input_ids=(input_ids, "B T"), **shapes)
+    if noise.mask.dtype != torch.bool:
+        raise ValueError(f"noise.mask must be bool, got {noise.mask.dtype}")
+    check_floating(**{"noise.p": noise.p})
+    if free_to_look_at(noise.mask) and free_to_look_at(maskable) and (noise.mask & ~maskable).any():
+        raise ValueError(
+            "noise.mask must be False where labels are -100 or attention_mask is 0, got True at "
+            f"{tuple((noise.mask & ~maskable).nonzero()[0].tolist())}"
+        )
+    if (
+        free_to_look_at(noise.mask)
+        and free_to_look_at(noise.p)
+        and (noise.p[noise.mask] <= 0).any()
+    ):
+        raise ValueError("noise.p must be above 0 where noise.mask is True")
+    return noise._replace(mask=noise.mask & maskable, p=noise.p.masked_fill(~maskable, 0))
 
 
 def next_token_labels(

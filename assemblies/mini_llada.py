@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from brickwork.assemblies.assembly import Assembly
 from brickwork.assemblies.checkpoint import Rename
-from brickwork.assemblies.inputs import check_mask, embed
+from brickwork.assemblies.inputs import check_mask, check_noise, embed, maskable_tokens
 from brickwork.assemblies.mini_llada_config import MiniLLaDAConfig
 from brickwork.assemblies.outputs import MiniLLaDAOutput
 from brickwork.blocks.attention import Attention
+from brickwork.blocks.diffusion_canvas import sequence_index
 from brickwork.blocks.masked_diffusion import MaskedDiffusion, Noise
 from brickwork.blocks.norm import RMSNorm
 from brickwork.blocks.rope import RoPE
@@ -96,20 +97,29 @@ class MiniLLaDA(Assembly):
         Arguments:
             input_ids: (B, T), or inputs_embeds (B, T, C), without labels then.
             attention_mask: (B, T), 1 or True for real tokens.
-            seq_ids: (B, T), packed sequences: tokens attend within equal ids.
-            labels: (B, T); tokens whose label is not -100 may be masked. Targets are input_ids.
+            seq_ids: (B, T), packed sequences: tokens attend within equal ids, and each sequence
+                has noise and a loss as if it were a row.
+            labels: (B, T), input_ids where a token may be masked and is to be predicted, else -100.
             noise: the masked copy to score, instead of a new draw from `generator`.
             return_logits: False computes the loss without keeping all logits.
         """
+        sequences = None
+        if labels is None and (noise is not None or generator is not None):
+            which = "generator" if noise is None else "noise"
+            raise ValueError(f"{which} needs labels: without them input_ids are taken as they are")
         if labels is not None:
             if input_ids is None:
                 raise ValueError("labels need input_ids: they are what is masked and predicted")
-            maskable = labels != -100
-            if attention_mask is not None:
-                maskable &= attention_mask != 0
-            noise = noise or self.diffusion.noise(input_ids, maskable, generator=generator)
-        elif noise is not None:
-            raise ValueError("noise needs labels: without them input_ids are taken as they are")
+            maskable = maskable_tokens(labels, input_ids)
+            mask = check_mask("attention_mask", attention_mask, input_ids)
+            sequences = sequence_index(seq_ids, input_ids, mask)
+            maskable = maskable if mask is None else maskable & mask
+            if noise is None:
+                draw = self.diffusion.noise
+                noise = draw(input_ids, maskable, seq_ids=sequences, generator=generator)
+            elif generator is not None:
+                raise ValueError("generator must be None with noise: nothing is drawn")
+            noise = check_noise(noise, input_ids, maskable)
         ids = input_ids if noise is None else noise.noisy_ids
         x = embed(self.embed, ids, inputs_embeds, labels)
         mask = check_mask("attention_mask", attention_mask, x)
@@ -123,9 +133,9 @@ class MiniLLaDA(Assembly):
         if noise is None or input_ids is None:
             pass
         elif logits is not None:
-            loss = self.diffusion.loss(logits, input_ids, noise)
+            loss = self.diffusion.loss(logits, input_ids, noise, seq_ids=sequences)
         else:
-            weights = self.diffusion.token_weights(noise).flatten()
+            weights = self.diffusion.token_weights(noise, seq_ids=sequences).flatten()
             targets = input_ids.masked_fill(~noise.mask, -100).flatten()
             loss = cross_entropy(
                 x.flatten(0, 1), self.head.weight, targets, weights=weights, reduction="sum"

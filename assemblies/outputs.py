@@ -1,9 +1,10 @@
-"""What the forwards of the assemblies return."""
+"""What the forwards of the assemblies return: dataclasses that torch.export takes apart."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from brickwork.blocks.masked_diffusion import Noise
@@ -42,3 +43,9 @@ class LCPLMOutput:
     last_hidden_state: Tensor
     loss: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
+
+
+for _output in (MiniLLaDAOutput, RishOutput, LCPLMOutput):
+    torch.export.register_dataclass(
+        _output, serialized_type_name=f"{_output.__module__}.{_output.__name__}"
+    )

@@ -259,7 +259,7 @@ def grouped_attention(
     tokens, num_heads, num_groups = q_BTHD.shape[1], q_BTHD.shape[2], k_BSGD.shape[2]
     repeats = num_heads // num_groups
     fold = tokens == 1 and repeats > 1 and (mask is None or mask.shape[1] == 1)
-    gqa = repeats > 1 and not fold and _gqa_is_fused(q_BTHD, mask)
+    gqa = bool(repeats > 1 and not fold and _gqa_is_fused(q_BTHD, mask))  # no tensor when traced
     if fold:  # the heads of a group as so many queries: nothing is copied
         q = rearrange(q_BTHD, "b t (g r) d -> b g (t r) d", r=repeats)
     else:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from brickwork.kernels.checks import check_floating, check_one_of, check_shapes, values_readable
+from brickwork.kernels.sequences import check_seq_ids, sequence_starts
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,21 @@ def as_mask(argument: str, mask: Tensor | None, ids: Tensor) -> Tensor | None:
     return mask == 1
 
 
+def sequence_index(
+    seq_ids: Tensor | None, ids: Tensor, real: Tensor | None = None
+) -> Tensor | None:
+    """Which packed sequence of its row each token of `ids` (B, T) is in, (B, T), counted from 0.
+
+    Tokens that are not `real` are in the sequence before them.
+
+    >>> sequence_index(torch.tensor([[7, 7, 9, 7]]), torch.zeros(1, 4))
+    tensor([[0, 0, 1, 2]])
+    """
+    check_seq_ids(seq_ids, (ids.shape[0], ids.shape[1]))
+    starts = sequence_starts(seq_ids, real)
+    return None if starts is None else starts.long().cumsum(1)
+
+
 def free_to_look_at(tensor: Tensor) -> bool:
     """Whether values can be checked without stalling a device or breaking a traced graph."""
     return tensor.device.type == "cpu" and values_readable(tensor)
@@ -159,3 +175,32 @@ def free_to_look_at(tensor: Tensor) -> bool:
 def true_first(mask_BT: Tensor) -> Tensor:
     """Column indices (B, T): those of the True entries from left to right, then the others."""
     return mask_BT.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
+
+
+def masked_subsets(
+    maskable_T: Tensor, num_samples: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Masks (S, T) over k random maskable places each, and their weights l / k (S,).
+
+    k is uniform on 1..l; sample s takes the k of a point in the s-th of S equal parts of [0, 1).
+    """
+    where = maskable_T.nonzero()[:, 0]
+    device, l = where.device, len(where)
+    draws = uniform(num_samples, generator=generator, device=device)
+    points = (torch.arange(num_samples, device=device) + draws) / num_samples
+    k = (points * l).long().clamp(max=l - 1) + 1
+    keys = uniform(num_samples, l, generator=generator, device=device)
+    ranks = keys.argsort(dim=1).argsort(dim=1)
+    masks = maskable_T.new_zeros(num_samples, len(maskable_T))
+    masks[:, where] = ranks < k[:, None]
+    return masks, l / k.float()
+
+
+def uniform(*size: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
+    """Float32 draws in [0, 1), whatever the default dtype: bfloat16 has too few values below 1.
+
+    `torch.rand` takes no symbolic size together with a generator argument; vmap knows nothing else.
+    """
+    if generator is None:
+        return torch.rand(size, device=device, dtype=torch.float32)
+    return torch.zeros(size, device=device, dtype=torch.float32).uniform_(generator=generator)

@@ -18,8 +18,11 @@ from brickwork.blocks.diffusion_canvas import (
     cut_vocabulary,
     free_to_look_at,
     left_align,
+    masked_subsets,
     model_logits,
     row_generators,
+    sequence_index,
+    uniform,
 )
 from brickwork.kernels.backend import autocast_off, compute_dtype
 from brickwork.kernels.checks import check_floating, check_integer, check_one_of, check_shapes
@@ -104,6 +107,7 @@ class MaskedDiffusion:
         input_ids: Tensor,
         maskable: Tensor | None = None,
         *,
+        seq_ids: Tensor | None = None,
         generator: torch.Generator | None = None,
         t: Tensor | None = None,
         u: Tensor | None = None,
@@ -114,8 +118,11 @@ class MaskedDiffusion:
             input_ids: (B, T) int64 or int32.
             maskable: (B, T) bool or 0/1, True where a token may be masked and is to be predicted
                 (for instance `labels != -100`, padding excluded). Default: everywhere.
+            seq_ids: (B, T) integers, runs of equal ids are packed sequences: each has a t of its
+                own, as if it were a row. Padding between them takes the id of the one before it.
             generator: source of t and u; equal seeds give equal noise on every device.
-            t: (B,) in [0, 1] instead of a draw from U(0, 1].
+            t: (B,) in [0, 1] instead of a draw from U(0, 1]; with seq_ids (B, N), the n-th of a row
+                for its n-th sequence.
             u: (B, T) in [0, 1) instead of a draw; a token is masked where u < p.
 
         Raises:
@@ -124,26 +131,40 @@ class MaskedDiffusion:
         check_ids("input_ids", input_ids)
         allowed = as_mask("maskable", maskable, input_ids)
         check_floating(t=t, u=u)
-        check_shapes(input_ids=(input_ids, "B T"), t=(t, "B"), u=(u, "B T"))
+        index = sequence_index(seq_ids, input_ids)
+        shape_of_t = "B" if index is None else "B N"
+        check_shapes(input_ids=(input_ids, "B T"), t=(t, shape_of_t), u=(u, "B T"))
         if t is not None and free_to_look_at(t):
             possible = (t >= 0) & (t <= 1) & ((1 - self.eps) * t + self.eps > 0)
             if not possible.all():
                 raise ValueError(f"t must be in [0, 1], above 0 where eps is 0, got {t}")
+        if t is not None and index is not None and free_to_look_at(index):
+            most = int(index.max()) + 1 if index.numel() else 0
+            if t.shape[1] < most:
+                raise ValueError(f"t must have a value for each of {most} sequences, got {t}")
         device = input_ids.device if generator is None else generator.device
         rows, tokens = input_ids.shape
-        if t is None:
-            t = 1 - _uniform(rows, generator=generator, device=device)
+        if t is None:  # how many sequences there are is not looked at: one draw for each token
+            size = (rows,) if index is None else (rows, tokens)
+            t = 1 - uniform(*size, generator=generator, device=device)
         if u is None:
-            u = _uniform(rows, tokens, generator=generator, device=device)
+            u = uniform(rows, tokens, generator=generator, device=device)
         t, u = t.to(input_ids.device), u.to(input_ids.device)
-        p = ((1 - self.eps) * t + self.eps)[:, None].expand_as(u)
+        t = t[:, None].expand_as(u) if index is None else t.gather(1, index)
+        p = (1 - self.eps) * t + self.eps
         mask = u < p
         if allowed is not None:
             p = p.masked_fill(~allowed, 0)
             mask = mask & allowed
         return Noise(input_ids.masked_fill(mask, self.mask_token_id), mask, p)
 
-    def token_weights(self, noise: Noise, *, denominator: Denominator | None = None) -> Tensor:
+    def token_weights(
+        self,
+        noise: Noise,
+        *,
+        denominator: Denominator | None = None,
+        seq_ids: Tensor | None = None,
+    ) -> Tensor:
         """The weight (B, T) of each token's cross-entropy: `loss = Σ weight · CE`.
 
         For a loss that never holds all logits give them, flattened, to
@@ -158,7 +179,8 @@ class MaskedDiffusion:
         - `"batch"`: by the number of rows with a maskable token: the mean over rows of their sums.
         - `"tokens"`: by the count of the batch. Tokens weigh the same.
 
-        Default: `"row"` for `"elbo"`, `"tokens"` (the plain mean) for `"uniform"`.
+        Default: `"row"` for `"elbo"`, `"tokens"` (the plain mean) for `"uniform"`. With `seq_ids`
+        (B, T), as for `noise`, a packed sequence is what a row is without.
         """
         if denominator is None:
             denominator = "row" if self.weighting == "elbo" else "tokens"
@@ -169,11 +191,15 @@ class MaskedDiffusion:
         weights = mask.to(p.dtype)
         if self.weighting == "elbo":
             weights = weights / p.masked_fill(~mask, 1)
-        count = (maskable if self.weighting == "elbo" else mask).sum(1, keepdim=True)
-        if denominator == "row":
-            return weights / (count.clamp(min=1) * (count > 0).sum().clamp(min=1))
-        whole = maskable.any(1).sum() if denominator == "batch" else count.sum()
-        return weights / whole.clamp(min=1)
+        counted = maskable if self.weighting == "elbo" else mask
+        index = sequence_index(seq_ids, mask)
+        if denominator == "tokens":
+            return weights / counted.sum().clamp(min=1)
+        if denominator == "batch":
+            return weights / (_sums(maskable, index) > 0).sum().clamp(min=1)
+        sums = _sums(counted, index)
+        count = sums if index is None else sums.gather(1, index)
+        return weights / (count.clamp(min=1) * (sums > 0).sum().clamp(min=1))
 
     def loss(
         self,
@@ -182,6 +208,7 @@ class MaskedDiffusion:
         noise: Noise,
         *,
         denominator: Denominator | None = None,
+        seq_ids: Tensor | None = None,
     ) -> Tensor:
         """The weighted cross-entropy () of the masked tokens, 0 with a graph if none is masked.
 
@@ -191,6 +218,7 @@ class MaskedDiffusion:
             input_ids: (B, T), the tokens before the noise: the targets.
             noise: what `noise(input_ids, ...)` returned.
             denominator: `"row"`, `"batch"` or `"tokens"`, see `token_weights`.
+            seq_ids: (B, T), packed sequences, as `noise` was given: each counts as a row.
 
         Returns:
             (), in float32 (float64 for float64 logits), also under autocast.
@@ -208,7 +236,8 @@ class MaskedDiffusion:
         )
         losses = self._cross_entropy(logits, input_ids, noise.mask)
         noise = noise._replace(p=noise.p.to(losses.dtype))
-        return (losses * self.token_weights(noise, denominator=denominator)).sum()
+        weights = self.token_weights(noise, denominator=denominator, seq_ids=seq_ids)
+        return (losses * weights).sum()
 
     @torch.no_grad()
     def log_likelihood(
@@ -257,7 +286,7 @@ class MaskedDiffusion:
         generators = row_generators(len(ids), generator, ids.device)
         scored = wanted.any(1).nonzero()[:, 0]
         draws = [masked_subsets(wanted[r], num_samples, generators[r]) for r in scored.tolist()]
-        result = torch.zeros(len(ids), device=ids.device)
+        result = torch.zeros(len(ids), device=ids.device, dtype=torch.float32)
         if not draws:
             return result
         masks = torch.cat([mask for mask, _ in draws])
@@ -293,25 +322,9 @@ class MaskedDiffusion:
         return losses.view(mask.shape).masked_fill(~mask, 0)
 
 
-def masked_subsets(
-    maskable_T: Tensor, num_samples: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Masks (S, T) over k random maskable places each, and their weights l / k (S,).
-
-    k is uniform on 1..l; sample s takes the k of a point in the s-th of S equal parts of [0, 1).
-    """
-    where = maskable_T.nonzero()[:, 0]
-    device, l = where.device, len(where)
-    draws = _uniform(num_samples, generator=generator, device=device)
-    points = (torch.arange(num_samples, device=device) + draws) / num_samples
-    k = (points * l).long().clamp(max=l - 1) + 1
-    keys = _uniform(num_samples, l, generator=generator, device=device)
-    ranks = keys.argsort(dim=1).argsort(dim=1)
-    masks = maskable_T.new_zeros(num_samples, len(maskable_T))
-    masks[:, where] = ranks < k[:, None]
-    return masks, l / k
-
-
-def _uniform(*size: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """Draws in [0, 1). `torch.rand` takes no symbolic size together with a generator argument."""
-    return torch.zeros(size, device=device).uniform_(generator=generator)
+def _sums(marked_BT: Tensor, index_BT: Tensor | None) -> Tensor:
+    """How many are marked in each row (B, 1), or in each packed sequence (B, T)."""
+    if index_BT is None:
+        return marked_BT.sum(1, keepdim=True)
+    zeros = torch.zeros_like(index_BT)
+    return zeros.scatter_add(1, index_BT, marked_BT.to(index_BT.dtype))

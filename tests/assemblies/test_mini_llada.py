@@ -5,6 +5,7 @@ import torch
 from support import assert_close
 
 from brickwork.assemblies import MiniLLaDA, MiniLLaDAConfig
+from brickwork.blocks.masked_diffusion import Noise
 
 TINY = {
     "vocab_size": 23,
@@ -175,3 +176,98 @@ def test_compiles_and_exports():
     ids = torch.randint(0, 22, (2, 6))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_close(compiled(ids).logits, model(ids).logits, terms=256)
+
+
+@pytest.mark.parametrize("weighting", ["elbo", "uniform"])
+@pytest.mark.parametrize("return_logits", [True, False])
+def test_packed_sequences_have_the_loss_of_a_batch(weighting, return_logits):
+    """Same noise, same loss and gradients; the ids of padding in between are arbitrary."""
+    model = tiny(weighting=weighting)
+    ids = torch.randint(0, 22, (2, 8))
+    mask = torch.ones_like(ids)
+    mask[0, 3:] = 0
+    t, u = torch.tensor([0.4, 0.9]), torch.rand(2, 8)
+    u[:, 0] = 0  # something is masked in both
+    apart = model.diffusion.noise(ids, mask, t=t, u=u)
+    order = [0, 1, 2, 3, 4, 8, 9, 10, 11, 12, 13, 14, 15]  # two columns of padding between
+    seq_ids = torch.tensor([[1] * 3 + [7, 8] + [2] * 8])
+    row, real = ids.flatten()[order][None], mask.flatten()[order][None]
+    together = Noise(*(field.flatten()[order][None] for field in apart))
+    losses, grads = [], []
+    for given in (
+        {"input_ids": ids, "labels": ids, "attention_mask": mask, "noise": apart},
+        {
+            "input_ids": row,
+            "labels": row,
+            "attention_mask": real,
+            "noise": together,
+            "seq_ids": seq_ids,
+        },
+    ):
+        model.zero_grad()
+        losses.append(model(**given, return_logits=return_logits).loss)
+        losses[-1].backward()
+        grads.append(model.layers[0].mlp.down.weight.grad.clone())
+    assert_close(losses[1], losses[0], terms=256)
+    assert_close(grads[1], grads[0], terms=4096)
+    drawn = model(row, labels=row, attention_mask=real, seq_ids=seq_ids).noise.p[0]
+    assert len(drawn[:3].unique()) == len(drawn[5:].unique()) == 1
+    assert drawn[0] != drawn[5]
+    assert (drawn[3:5] == 0).all()
+
+
+def test_labels_are_looked_at():
+    """Nothing that labels or noise say is ignored."""
+    model = tiny()
+    ids = torch.randint(0, 22, (2, 4))
+    for dtype in (torch.float32, torch.bool, torch.int16):
+        with pytest.raises(ValueError, match=f"labels must be int64 or int32, got {dtype}"):
+            model(ids, labels=ids.to(dtype))
+    for value in (1000, -1):
+        labels = ids.clone()
+        labels[1, 2] = value
+        with pytest.raises(
+            ValueError, match=rf"labels must be -100 or the token .* got {value} .* at \(1, 2\)"
+        ):
+            model(ids, labels=labels)
+    with pytest.raises(ValueError, match="labels must be -100 or the token"):  # L9: shifted ones
+        model(torch.arange(8).view(2, 4), labels=torch.arange(8).view(2, 4).roll(-1, 1))
+    with pytest.raises(ValueError, match=r"labels must have shape \(B, T\) with T = 4"):
+        model(ids, labels=ids[:, 1:])
+    with pytest.raises(ValueError, match=r"attention_mask must have shape \(B, T\) with T = 4"):
+        model(ids, labels=ids, attention_mask=torch.ones(2, 3))
+    with pytest.raises(ValueError, match="generator needs labels"):
+        model(ids, generator=torch.Generator())
+    assert model(ids.int(), labels=ids).loss.isfinite()
+
+
+def test_noise_is_looked_at():
+    """Noise is of these ids, and masks only what labels and attention_mask let it."""
+    model = tiny()
+    ids = torch.randint(0, 22, (2, 4))
+    labels, mask = ids.clone(), torch.ones_like(ids)
+    labels[0, 1], mask[1, 3] = -100, 0
+    t, u = torch.ones(2), torch.zeros(2, 4)
+    everything = model.diffusion.noise(ids, t=t, u=u)
+    good = model.diffusion.noise(ids, (labels != -100) & (mask == 1), t=t, u=u)
+    expected = model(ids, labels=labels, attention_mask=mask, noise=good).loss
+    loose = good._replace(p=everything.p)  # a p over tokens that are not maskable is no count
+    assert torch.equal(model(ids, labels=labels, attention_mask=mask, noise=loose).loss, expected)
+    with pytest.raises(ValueError, match=r"noise.mask must be False where labels .* at \(0, 1\)"):
+        model(ids, labels=labels, noise=everything)
+    with pytest.raises(ValueError, match=r"noise.mask must be False where .* at \(1, 3\)"):
+        model(ids, labels=ids, attention_mask=mask, noise=everything)
+    with pytest.raises(ValueError, match="generator must be None with noise"):
+        model(ids, labels=ids, noise=everything, generator=torch.Generator())
+    with pytest.raises(ValueError, match="noise must be a Noise, got tuple"):
+        model(ids, labels=ids, noise=tuple(everything))
+    for name in Noise._fields:
+        short = everything._replace(**{name: getattr(everything, name)[:, 1:]})
+        with pytest.raises(ValueError, match=rf"noise.{name} must have shape \(B, T\) with T = 4"):
+            model(ids, labels=ids, noise=short)
+    with pytest.raises(ValueError, match=r"noise.mask must be bool, got torch.int64"):
+        model(ids, labels=ids, noise=everything._replace(mask=everything.mask.long()))
+    with pytest.raises(ValueError, match=r"noise.p must be floating point, got torch.int64"):
+        model(ids, labels=ids, noise=everything._replace(p=everything.p.long()))
+    with pytest.raises(ValueError, match=r"noise.p must be above 0 where noise.mask is True"):
+        model(ids, labels=ids, noise=everything._replace(p=everything.p * 0))

@@ -671,3 +671,116 @@ def test_log_likelihood_errors():
         diffusion.log_likelihood(
             lambda ids, attention_mask: torch.zeros(*ids.shape, 6), torch.tensor([[0, 8]])
         )
+
+
+# Packing and default dtypes
+
+
+def packed(lengths=(2, 5, 1), padding=2):
+    """Rows of one sequence each, padded, and the same sequences in one row with padding behind."""
+    ids = torch.randint(6, (len(lengths), max(lengths)))
+    real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    row = torch.nn.functional.pad(ids[real], (0, padding))[None]
+    which = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    seq_ids = torch.nn.functional.pad(which % 2, (0, padding), value=int(which[-1]) % 2)[None]
+    return ids, real, row, seq_ids
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+@pytest.mark.parametrize("denominator", DENOMINATORS)
+def test_packed_sequences_are_noised_and_weighed_as_rows(weighting, denominator):
+    diffusion = MaskedDiffusion(mask_token_id=6, weighting=weighting)
+    ids, real, row, seq_ids = packed()
+    maskable = real & (torch.rand(real.shape) < 0.8)
+    maskable[1, :2] = True
+    t, u = torch.tensor([0.3, 0.9, 0.6]), torch.rand(ids.shape)
+    apart = diffusion.noise(ids, maskable, t=t, u=u)
+    flat = {"maskable": maskable, "u": u}
+    flat = {name: torch.nn.functional.pad(x[real], (0, 2))[None] for name, x in flat.items()}
+    together = diffusion.noise(row, seq_ids=seq_ids, t=t[None], **flat)
+    for a, b in zip(apart, together):
+        assert torch.equal(a[real], b[0, :-2])
+    assert not together.mask[0, -2:].any()
+    logits = torch.randn(*ids.shape, 7, dtype=torch.float64)
+    in_a_row = torch.nn.functional.pad(logits[real], (0, 0, 0, 2))[None]
+    expected = diffusion.loss(logits, ids, apart, denominator=denominator)
+    found = diffusion.loss(in_a_row, row, together, denominator=denominator, seq_ids=seq_ids)
+    assert_close(found, expected, terms=7 * 8)
+    if denominator != "tokens":
+        as_one = diffusion.loss(in_a_row, row, together, denominator=denominator)
+        assert (as_one - expected).abs() > 1e-3
+
+
+def test_each_packed_sequence_draws_its_own_t():
+    diffusion = MaskedDiffusion(mask_token_id=6)
+    seq_ids = torch.tensor([[4, 4, 4, 0, 0, 4], [1, 1, 1, 1, 1, 1]])
+    ids = torch.zeros(2, 6, dtype=torch.long)
+    p = diffusion.noise(ids, seq_ids=seq_ids, generator=torch.Generator().manual_seed(0)).p
+    assert [len(row.unique()) for row in p] == [3, 1]
+    assert p[0, 0] == p[0, 2]
+    assert p[0, 3] == p[0, 4]
+    many = torch.arange(20_000)[None]
+    p = diffusion.noise(many, seq_ids=many, generator=torch.Generator().manual_seed(0)).p
+    assert abs(p.mean() - 0.5) < 4 * math.sqrt(1 / 12 / 20_000)
+
+
+def test_packing_compiles_and_takes_nothing():
+    diffusion = MaskedDiffusion(mask_token_id=6)
+    _, _, row, seq_ids = packed()
+    logits = torch.randn(1, 10, 7)
+
+    def step(t, u):
+        noise = diffusion.noise(row, seq_ids=seq_ids, t=t, u=u)
+        return diffusion.loss(logits, row, noise, seq_ids=seq_ids)
+
+    draws = torch.rand(1, 3), torch.rand(1, 10)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(*draws), step(*draws), terms=70)
+    for shape in ((0, 5), (3, 0)):
+        ids = torch.zeros(shape, dtype=torch.long)
+        noise = diffusion.noise(ids, seq_ids=ids)
+        assert diffusion.loss(torch.zeros(*shape, 7), ids, noise, seq_ids=ids) == 0
+        assert diffusion.noise(ids, seq_ids=ids, t=torch.ones(shape[0], 1)).p.shape == shape
+
+
+def test_packing_errors():
+    diffusion = MaskedDiffusion(mask_token_id=6)
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    seq_ids = torch.tensor([[0, 0, 1, 2]])
+    noise = diffusion.noise(ids)
+    with pytest.raises(ValueError, match=r"t must have shape \(B, N\), got \(1,\)"):
+        diffusion.noise(ids, seq_ids=seq_ids, t=torch.ones(1))
+    with pytest.raises(ValueError, match="t must have a value for each of 3 sequences, got"):
+        diffusion.noise(ids, seq_ids=seq_ids, t=torch.ones(1, 2))
+    with pytest.raises(ValueError, match=r"seq_ids must have shape \(B, T\) = \(1, 4\)"):
+        diffusion.noise(ids, seq_ids=seq_ids[:, 1:])
+    with pytest.raises(ValueError, match=r"seq_ids must be integers, got torch.float32"):
+        diffusion.loss(torch.zeros(1, 4, 7), ids, noise, seq_ids=seq_ids.float())
+    with pytest.raises(ValueError, match=r"seq_ids must have shape"):
+        diffusion.token_weights(noise, denominator="tokens", seq_ids=seq_ids[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_draws_do_not_depend_on_the_default_dtype(dtype):
+    """In bfloat16 a uniform draw has too few values, and the rate of masking is biased."""
+    diffusion, model = MaskedDiffusion(mask_token_id=5), Mixing()
+    ids = torch.zeros(2, 50, dtype=torch.long)
+
+    def drawn_again():
+        generator = torch.Generator().manual_seed(0)
+        noise = diffusion.noise(ids, generator=generator)
+        subsets = masked_subsets(ids[0] == 0, 7, generator)
+        nothing = diffusion.log_likelihood(model, ids, ids)
+        few = diffusion.log_likelihood(model, ids[:, :6], num_samples=5, generator=generator)
+        torch.manual_seed(0)
+        return [*noise, *subsets, nothing, few, diffusion.noise(ids).p]
+
+    expected = drawn_again()
+    torch.set_default_dtype(dtype)
+    try:
+        found = drawn_again()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(found, expected):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -32,7 +33,7 @@ def _limits(name: str, value: object) -> None:
     """As Mamba-2 wants its step sizes' limits; the high one may be infinite."""
     if isinstance(value, list) and len(value) == 2:
         low, high = value
-        if is_number(low) and (high == float("inf") or is_number(high)) and 0 <= low <= high:
+        if is_number(low) and (high == math.inf or is_number(high)) and 0 <= low <= high:
             return
     raise ValueError(f"{name} must be two numbers, 0 <= low <= high, got {value!r}")
 
@@ -47,7 +48,7 @@ def _base(name: str, value: object) -> None:
 
 
 def _at_least_0(name: str, value: object) -> None:
-    check_number(0, **{name: value})
+    check_number(0, math.inf, **{name: value})
 
 
 # These choose a kernel or its tile, and change no result: every backend here chooses its own.

@@ -42,7 +42,7 @@ def rope_options(config: RishConfig) -> dict[str, Any]:
     kind = scaling["rope_type"]
     if kind == "default" and scaling.get("factor") == 1:
         del scaling["factor"]  # the original cannot be built without one, so its configs have it
-    options = {
+    options: dict[str, Any] = {
         "head_dim": config.head_dim or config.hidden_size // config.num_attention_heads,
         "base": base,
         "scaling": scaling,

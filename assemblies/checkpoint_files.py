@@ -214,7 +214,7 @@ class _Files(Mapping[str, Tensor]):
     ) -> None:
         safetensors = _safetensors()
         listed: Any = {}
-        ids = set() if save_id is None else {save_id}
+        ids: set[str | None] = set() if save_id is None else {save_id}
         if layout == INDEX_FILE:
             index = _read_json(folder / INDEX_FILE)
             listed, metadata = index.get("weight_map"), index.get("metadata") or {}

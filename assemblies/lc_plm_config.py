@@ -37,7 +37,7 @@ class LCPLMConfig(Config):
     d_intermediate: int = 0
     n_layer: int = 48
     vocab_size: int = 33
-    ssm_cfg: dict[str, Any] | None = field(default_factory=lambda: {"layer": "Mamba1"})
+    ssm_cfg: dict[str, Any] | None = field(default_factory=dict)
     layer: str | None = None
     attn_layer_idx: list[int] | None = field(default_factory=list)
     attn_cfg: dict[str, Any] | None = field(default_factory=dict)
@@ -69,6 +69,7 @@ class LCPLMConfig(Config):
             check_dict(name, getattr(self, name))
         check_one_of("layer", self.layer, (None, *MIXERS))
         check_one_of("ssm_cfg.layer", self.mixer_name(), MIXERS)
+        check_one_of("layer", self.layer, (None, self.mixer_name()))
         check_ssm_cfg(self.ssm_cfg or {}, self.mixer_name(), self.d_model)
         self._check_attn_layer_idx()
         check_attn_cfg(self.attn_cfg or {}, self.d_model, used=bool(self.attn_layer_idx))

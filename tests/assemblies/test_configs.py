@@ -93,7 +93,9 @@ def test_null_sections_of_lc_plm():
     config = LCPLMConfig.from_dict({"ssm_cfg": None, "attn_layer_idx": None, "attn_cfg": None})
     assert config.mixer_name() == "Mamba1"
     assert LCPLMConfig(ssm_cfg={"d_state": 8}, layer="Mamba2").mixer_name() == "Mamba2"
-    assert LCPLMConfig(ssm_cfg={"layer": "Mamba1"}, layer="Mamba2").mixer_name() == "Mamba1"
+    assert LCPLMConfig(layer="Mamba2").mixer_name() == "Mamba2"
+    with pytest.raises(ValueError, match=r"layer must be one of \(None, 'Mamba1'\), got 'Mamba2'"):
+        LCPLMConfig(ssm_cfg={"layer": "Mamba1"}, layer="Mamba2")
 
 
 def test_vocabulary_padding_keeps_the_true_size():

@@ -34,13 +34,13 @@ class Assembly(nn.Module):
 
     def aliases(self) -> dict[str, str]:
         """The original's further names of tied tensors, each with the name it shares."""
-        unique = dict(self.named_parameters())
-        first = {id(parameter): name for name, parameter in unique.items()}
-        everything = self.named_parameters(remove_duplicate=False)
         return {
-            original_name(name, self.table): original_name(first[id(parameter)], self.table)
-            for name, parameter in everything
-            if name not in unique
+            original_name(f"{path}.{alias}", self.table): original_name(
+                f"{path}.{name}", self.table
+            )
+            for path, module in self.named_modules()
+            if callable(tied := getattr(module, "tied_parameters", None))
+            for alias, name in tied().items()
         }
 
     def reset_parameters(self) -> None:

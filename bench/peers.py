@@ -42,7 +42,8 @@ def transformers_mamba_mixer(ours: Mamba1) -> nn.Module:
         num_hidden_layers=1,
     )
     theirs = module.MambaMixer(config, 0)
-    theirs.load_state_dict(ours.state_dict())
+    projections = {"in_proj.weight": ours.in_proj.weight, "out_proj.weight": ours.out_proj.weight}
+    theirs.load_state_dict(ours.state_dict() | projections)  # maybe borrowed, so not in the former
     return theirs
 
 

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from brickwork.blocks.mamba1 import Mamba1
-from brickwork.blocks.mamba_mixer import MambaMixer, check_tokens, zero_padding
+from brickwork.blocks.mamba_mixer import PROJECTIONS, MambaMixer, check_tokens, zero_padding
 from brickwork.kernels.checks import check_flag, check_one_of
 from brickwork.kernels.sequences import check_mask
 
 Combine = Literal["add", "multiply"]
-TIED = ("in_proj", "out_proj")
 
 
 class BiMamba(nn.Module):
@@ -21,8 +20,10 @@ class BiMamba(nn.Module):
 
     `y = combine(fwd(x), flip(rev(flip(x))))`, the sum or the element-wise product. Nothing is
     flipped: the reverse mixer's convolution and scan run from right to left. With `tie`, both
-    share `in_proj` and `out_proj` (one module each) and nothing else; a tied in_proj is applied
-    once, and with `"add"` so is out_proj, to the sum (its bias counts twice).
+    share `in_proj` and `out_proj` and nothing else: modules of `mamba_fwd`, also reached through
+    `mamba_rev`. A tied in_proj is applied once, and with `"add"` so is out_proj, to the sum (its
+    bias counts twice). A module put in the place of either serves both directions; it must be
+    affine, as an `nn.Linear` with an adapter is, and out_proj's must have a `bias`, maybe None.
 
     Papers: Gu and Dao, *Mamba*, 2023; Wang et al., *Long-context Protein Language Modeling Using
     Bidirectional Mamba with Shared Projection Layers*, 2024.
@@ -42,7 +43,8 @@ class BiMamba(nn.Module):
     tied Mamba1 (N = 16, expand = 2) and `"add"` about 18.5 · C, in float32 the size of 18.5 copies
     of x.
 
-    A checkpoint may hold either copy of a tied parameter, or both if they are equal.
+    `state_dict` holds a tied parameter once, under `mamba_fwd`; a checkpoint may hold either copy,
+    or both if they are equal.
     Raises ValueError for other shapes, a `state` (a token depends on those to its right, so
     nothing can be continued), and a checkpoint whose two copies differ.
 
@@ -74,13 +76,26 @@ class BiMamba(nn.Module):
         self.mamba_fwd: MambaMixer = build(dim, **mixer_options)
         self.mamba_rev: MambaMixer = build(dim, **mixer_options)
         if tie:
-            for name in TIED:
-                setattr(self.mamba_rev, name, getattr(self.mamba_fwd, name))
+            self.mamba_rev.borrow_projections(self.mamba_fwd)
 
     def reset_parameters(self) -> None:
         """Draw both mixers anew."""
         self.mamba_fwd.reset_parameters()
         self.mamba_rev.reset_parameters()
+
+    def tied_parameters(self) -> dict[str, str]:
+        """The further name of each tied parameter, with the name it is registered under.
+
+        >>> BiMamba(8).tied_parameters()["mamba_rev.in_proj.weight"]
+        'mamba_fwd.in_proj.weight'
+        """
+        if not self.tie:
+            return {}
+        return {
+            f"mamba_rev.{module}.{name}": f"mamba_fwd.{module}.{name}"
+            for module in PROJECTIONS
+            for name, _ in getattr(self.mamba_fwd, module).named_parameters()
+        }
 
     def forward(
         self,
@@ -117,31 +132,29 @@ class BiMamba(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         if self.tie:
-            for module in TIED:
-                for name, _ in getattr(self.mamba_fwd, module).named_parameters():
-                    _share(state_dict, *(f"{prefix}{side}.{module}.{name}" for side in _SIDES))
+            for module in PROJECTIONS:
+                fwd, rev = (f"{prefix}{side}.{module}." for side in ("mamba_fwd", "mamba_rev"))
+                for alias in [name for name in state_dict if name.startswith(rev)]:
+                    _merge(state_dict, fwd + alias.removeprefix(rev), alias)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, combine={self.combine!r}, tie={self.tie}"
 
 
-_SIDES = ("mamba_fwd", "mamba_rev")
-
-
-def _share(state_dict: dict[str, Any], first: str, second: str) -> None:
-    """Fill in the missing one of two entries that are one parameter; ValueError if they differ."""
-    one, other = state_dict.get(first), state_dict.get(second)
-    if one is None and other is not None:
-        state_dict[first] = other
-    elif other is None and one is not None:
-        state_dict[second] = one
-    elif one is not None and other is not None and not _equal(one, other):
+def _merge(state_dict: dict[str, Any], name: str, alias: str) -> None:
+    """Leave one of two entries that are one tensor, under `name`; ValueError if they differ."""
+    other = state_dict.pop(alias)
+    if not _equal(state_dict.setdefault(name, other), other):
         raise ValueError(
-            f"{first} and {second} are one tied parameter, but the checkpoint has "
+            f"{name} and {alias} are one tied parameter, but the checkpoint has "
             "two different values; load it into BiMamba(tie=False) or drop one of them"
         )
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.is_meta or other.is_meta or torch.equal(one, other)
+    if one is other:
+        return True
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return one.is_meta or other.is_meta or torch.equal(one, other.to(one.device))

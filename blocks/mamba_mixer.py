@@ -18,6 +18,7 @@ from brickwork.kernels.sequences import check_mask
 
 STEP_RANGE = (1e-3, 1e-1)
 STEP_FLOOR = 1e-4
+PROJECTIONS = ("in_proj", "out_proj")
 
 
 class MambaState:
@@ -149,10 +150,32 @@ class MambaMixer(nn.Module):
     float32_parameters: tuple[str, ...] = ()
     in_proj: nn.Linear
     out_proj: nn.Linear
+    _lender: MambaMixer | None = None
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.dim = dim
+
+    def borrow_projections(self, lender: MambaMixer) -> None:
+        """Use the `lender`'s `in_proj` and `out_proj`, whatever they are replaced by later.
+
+        They stay attributes of both mixers and modules of the lender alone: what PyTorch finds
+        under two names, `torch.func.functional_call` does not put back.
+        """
+        for name in PROJECTIONS:
+            del self._modules[name]
+        self.__dict__["_lender"] = lender  # not registered; copies and pickles keep the reference
+
+    def __getattr__(self, name: str) -> Any:
+        if name in PROJECTIONS and self._lender is not None:
+            return getattr(self._lender, name)
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in PROJECTIONS and self._lender is not None:
+            setattr(self._lender, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def split(self, projected: Tensor) -> tuple[Tensor, ...]:
         """in_proj's result as the arguments of `mix`."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from support import assert_close
+from torch.func import functional_call
 
 from brickwork.assemblies import LCPLM, LCPLMConfig
 from brickwork.assemblies.proteins import tokenize
@@ -175,6 +176,41 @@ def test_either_copy_of_a_tied_projection_may_be_missing():
     with pytest.raises(ValueError, match=r"mamba_rev\.in_proj\.weight .* must be one tensor"):
         model.load_original_state_dict(state | {key: state[key] + 1})
     assert torch.equal(model.original_state_dict()[key], before), "a failed load changed the model"
+
+
+@pytest.mark.parametrize("strategy", ["add", "ew_multiply"])
+def test_functional_calls_leave_the_model_as_it_was(strategy):
+    model = tiny(bidirectional_strategy=strategy)
+    ids = tokenize(proteins(6)).input_ids
+    before = dict(model.named_parameters())
+    expected = torch.autograd.grad(model(ids, labels=ids).loss, list(before.values()))
+    state = model.original_state_dict()
+    given = {name: p.detach().clone() for name, p in before.items()}
+
+    def loss(parameters):
+        return functional_call(model, parameters, (ids,), {"labels": ids}).loss
+
+    found = torch.func.grad(loss)(given)
+    for name, e in zip(before, expected):
+        assert_close(found[name], e, terms=1024, name=name)
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)
+    again = model.original_state_dict()
+    assert list(again) == list(state)
+    assert all(torch.equal(again[name], state[name]) for name in state)
+
+
+def test_the_original_has_both_names_of_a_tied_projection():
+    """B1: equal bit by bit."""
+    model = tiny()
+    state = model.original_state_dict()
+    aliases = model.aliases()
+    assert len(aliases) == 2 * model.config.n_layer
+    for alias, name in aliases.items():
+        assert alias == name.replace("mamba_fwd", "mamba_rev") != name
+        assert torch.equal(state[alias], state[name])
+    assert tiny(bidirectional_weight_tie=False).aliases() == {}
 
 
 def test_initialisation():

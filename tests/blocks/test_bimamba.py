@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scans import PADDINGS, padding_mask, sequences, with_parameters
 from support import assert_close, assert_same_function
 from torch import nn
+from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from brickwork.blocks import BiMamba, Mamba1, Mamba2, MambaState, pack, pad
@@ -115,7 +116,9 @@ def test_lengths_beyond_the_chunks(kind):
 @pytest.mark.parametrize("combine", ["add", "multiply"])
 def test_commutes_with_reversal_when_the_directions_are_equal(kind, combine):
     block = build(kind, combine)
-    block.mamba_rev.load_state_dict(block.mamba_fwd.state_dict())
+    block.mamba_rev.load_state_dict(
+        {name: block.mamba_fwd.get_parameter(name) for name in block.mamba_rev.state_dict()}
+    )
     x = torch.randn(2, 6, DIM, dtype=torch.float64)
     assert_close(block(x.flip(1)), block(x).flip(1), terms=64)
 
@@ -155,8 +158,11 @@ def test_tied_projections_are_applied_once_and_nothing_is_flipped(kind, combine,
 def assert_tied(block):
     for name in ("in_proj", "out_proj"):
         assert getattr(block.mamba_rev, name) is getattr(block.mamba_fwd, name)
-    names = [name for name, _ in block.named_parameters()]
+    names = [name for name, _ in block.named_parameters(remove_duplicate=False)]
     assert not [n for n in names if n.startswith(("mamba_rev.in_proj", "mamba_rev.out_proj"))]
+    assert set(block.state_dict()) == set(names)
+    for alias, name in block.tied_parameters().items():
+        assert block.get_parameter(alias) is block.get_parameter(name)
 
 
 @pytest.mark.parametrize("kind", MIXERS)
@@ -192,6 +198,12 @@ def test_the_tie_survives(kind, treat):
     assert_tied(block)
 
 
+def both_copies(block):
+    """A checkpoint as other code writes it, with each tied parameter under both names."""
+    state = block.state_dict()
+    return state | {alias: state[name].clone() for alias, name in block.tied_parameters().items()}
+
+
 @pytest.mark.parametrize("kind", MIXERS)
 @pytest.mark.parametrize("dropped", ["mamba_fwd", "mamba_rev", None])
 @pytest.mark.parametrize("assign", [False, True])
@@ -200,7 +212,7 @@ def test_either_copy_of_a_tied_parameter_may_be_missing(kind, dropped, assign):
     source = build(kind, bias=True)
     state = {
         f"layers.0.{name}": tensor
-        for name, tensor in source.state_dict().items()
+        for name, tensor in both_copies(source).items()
         if dropped is None or not name.startswith((f"{dropped}.in_proj", f"{dropped}.out_proj"))
     }
     before = set(state)
@@ -213,13 +225,16 @@ def test_either_copy_of_a_tied_parameter_may_be_missing(kind, dropped, assign):
 
 def test_checkpoints_that_do_not_fit_a_tie():
     block = build(bias=True)
-    state = build(bias=True).state_dict()
+    state = both_copies(build(bias=True))
     state["mamba_rev.in_proj.bias"] = state["mamba_rev.in_proj.bias"] + 1e-9
     with pytest.raises(
         ValueError, match=r"mamba_fwd\.in_proj\.bias and mamba_rev\.in_proj\.bias are"
     ):
         block.load_state_dict(state)
     build(tie=False, bias=True).load_state_dict(state)
+    for wrong in (state["mamba_fwd.in_proj.bias"][:3], state["mamba_fwd.in_proj.bias"].float()):
+        with pytest.raises(ValueError, match=r"mamba_rev\.in_proj\.bias are one tied parameter"):
+            block.load_state_dict(state | {"mamba_rev.in_proj.bias": wrong})
     for side in ("mamba_fwd", "mamba_rev"):
         del state[f"{side}.in_proj.bias"]
     with pytest.raises(RuntimeError, match=r"Missing key.*mamba_fwd\.in_proj\.bias"):
@@ -227,6 +242,43 @@ def test_checkpoints_that_do_not_fit_a_tie():
     meta = {k: v.to("meta") for k, v in block.state_dict().items()}
     block.to("meta").load_state_dict(meta, assign=True)
     assert_tied(block)
+
+
+@EVERY
+def test_functional_calls_leave_the_block_as_it_was(kind, combine, tie, bias):
+    block = build(kind, combine, tie, bias)
+    x = torch.randn(2, 5, DIM, dtype=torch.float64)
+    before = dict(block.named_parameters())
+    y = block(x)
+    expected = torch.autograd.grad(y.square().sum(), list(before.values()))
+    given = {name: p.detach().clone() for name, p in before.items()}
+    zeros = {name: torch.zeros_like(p) for name, p in given.items()}
+    assert not functional_call(block, zeros, (x,)).any()
+    found = torch.func.grad(lambda p: functional_call(block, p, (x,)).square().sum())(given)
+    for name, e in zip(before, expected):
+        assert_close(found[name], e, terms=10 * 64, name=name)
+    after = dict(block.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)
+    if tie:
+        assert_tied(block)
+    assert torch.equal(block(x), y)
+
+
+@pytest.mark.parametrize("combine", ["add", "multiply"])
+@pytest.mark.parametrize("side", ["mamba_fwd", "mamba_rev"])
+@pytest.mark.parametrize("treat", [lambda b: b, copy.deepcopy])
+def test_a_replaced_projection_serves_both_directions(combine, side, treat):
+    block = build(combine=combine, bias=True)
+    x = torch.randn(2, 5, DIM, dtype=torch.float64)
+    for name in ("in_proj", "out_proj"):
+        old = getattr(block.mamba_fwd, name)
+        new = nn.Linear(old.in_features, old.out_features, dtype=torch.float64)
+        setattr(getattr(block, side), name, new)
+        assert getattr(block.mamba_rev, name) is getattr(block.mamba_fwd, name) is new
+    block = treat(block)
+    assert_tied(block)
+    assert_close(block(x), by_flips(block, x), terms=2 * 64)
 
 
 @pytest.mark.parametrize("tie", [True, False])
@@ -237,7 +289,7 @@ def test_safetensors_stores_a_tied_parameter_once(tie, tmp_path):
     safetensors.save_model(block, str(tmp_path / "model.safetensors"))
     stored = safetensors.load_file(str(tmp_path / "model.safetensors"))
     assert len(stored) == len(list(block.parameters()))
-    other.load_state_dict(stored)
+    safetensors.load_model(other, str(tmp_path / "model.safetensors"))
     x = torch.randn(1, 4, DIM, dtype=torch.float64)
     assert torch.equal(other(x), block(x))
 

@@ -31,10 +31,10 @@ struct Scan {
   Array states;          // (batch, chunks, state, channels): at the start of every chunk
   Array scratch;         // (threads, brickwork_scan_scratch() bytes)
   Array dy;
-  Array dx, ddelta, dB, dC, dz;                // results of backward
-  Array dstate;                                // (batch, state, channels), in and out
-  Array sums;  // (batch, state + 2, channels), zeros at first: gradients of A, of D, of delta_bias
-  Array shares;                                // (2, tasks, chunk, state)
+  Array dx, ddelta, dB, dC, dz;  // results of backward
+  Array dstate;                  // (batch, state, channels), in and out
+  Array sums;    // (batch, state + 2, channels), zeros at first: gradients of A, of D, of delta_bias
+  Array shares;  // (2, tasks, chunk, state)
 };
 
 namespace {

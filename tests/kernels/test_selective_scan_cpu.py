@@ -8,7 +8,7 @@ from support import assert_close, gradients
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from brickwork.kernels import selective_scan_cpu
+from brickwork.kernels import cpu_extension, selective_scan_cpu
 from brickwork.kernels.backend import BackendUnavailable, prefer
 from brickwork.kernels.selective_scan import selective_scan
 
@@ -309,15 +309,19 @@ def test_inputs_are_never_written_and_backward_repeats():
 def test_results_do_not_depend_on_threads():
     """mamba#137: no atomics; the same bits on every run and for every number of threads."""
     p = Problem(3, 130, 150, 6, 2)
+    library = cpu_extension.load("selective_scan_cpu")
     before = torch.get_num_threads()
     found = []
     try:
-        for threads in (1, 2, 3):
+        for threads, team in [(1, True), (2, True), (3, True), (3, False)]:
             torch.set_num_threads(threads)
+            # without the OpenMP runtime of PyTorch: plain threads
+            library.brickwork_team_start(cpu_extension._team_start() if team else None)
             values, grads = gradients(p.scan("cpu"), p.floats)
             found.append([*values, *grads])
     finally:
         torch.set_num_threads(before)
+        library.brickwork_team_start(cpu_extension._team_start())
     for other in found[1:]:
         for a, b in zip(found[0], other):
             assert torch.equal(a, b)

@@ -27,6 +27,10 @@ SENTENCE = (
     "without individual responsibility."
 )
 PROMPTS = ("NOBLEMAN, n.  ", "REVERENCE, n.  ")
+WAYS: dict[str, dict[str, float]] = {
+    "the likeliest": {},
+    "sampled": {"temperature": 0.8, "top_p": 0.95},
+}
 STEP = 2
 
 
@@ -131,10 +135,10 @@ def writing(rish: train_rish.Trained) -> dict[str, object]:
     config = rish.model.config
     written = []
     for prompt in PROMPTS:
-        for options in ({}, {"temperature": 0.8, "top_p": 0.95}):
+        for kind, options in WAYS.items():
             text = train_rish.continue_text(rish.model, prompt, length=160, **options)
             new = escape(text[len(prompt) :].removesuffix("¶"))
-            written.append(f"<pre><b>{escape(prompt)}</b>{new}</pre>")
+            written.append(f'<p class="soft">{kind}</p><pre><b>{escape(prompt)}</b>{new}</pre>')
     load = expert_load(rish)
     even = config.num_experts_per_tok / config.num_experts
     return {

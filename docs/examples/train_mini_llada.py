@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> Trained:
 
 def parser() -> argparse.ArgumentParser:
     parser = argument_parser(
-        __doc__, data=DICTIONARY, out="runs/mini_llada", steps=600, batch=16, length=128, lr=3e-3,
+        __doc__, data=DICTIONARY, out="runs/mini_llada", steps=700, batch=16, length=128, lr=2e-3,
         eval_every=50,
     )  # fmt: skip
     parser.add_argument("--dim", type=int, default=128, help="width of the model")

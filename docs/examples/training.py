@@ -33,6 +33,9 @@ from brickwork.blocks import decay_parameter_groups
 # What a resumed run may change: nothing that its losses depend on.
 FREE = {"out", "resume", "minutes", "data"}
 MAY_BE_ZERO = {"seed", "warmup", "weight_decay"}
+STATE = {
+    "arguments", "data_sha256", "optimizer", "generator", "global_generator", "losses", "held_out",
+}  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -298,7 +301,10 @@ def latest_checkpoint(folder: Path) -> Path | None:
 def load_state(checkpoint: Path) -> dict[str, Any]:
     """What `training.pt` holds; ValueError if it is damaged."""
     try:
-        return torch.load(checkpoint / "training.pt", weights_only=True)
+        state = torch.load(checkpoint / "training.pt", weights_only=True)
+        if set(state) != STATE:
+            raise ValueError(f"it holds {sorted(state)}, not {sorted(STATE)}")
+        return state
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
         raise ValueError(f"the checkpoint {checkpoint} is damaged: training.pt: {error}") from error
 

@@ -47,6 +47,8 @@ class MiniLLaDA(Assembly):
     >>> ids = torch.tensor([[1, 2, 3, 5]])
     >>> model(ids).logits.shape, model(ids, labels=ids).loss.isfinite().item()
     (torch.Size([1, 4, 9]), True)
+    >>> model.diffusion.sample(model.eval(), ids, gen_length=2, block_length=2).shape
+    torch.Size([1, 6])
     """
 
     config_class = MiniLLaDAConfig

@@ -27,6 +27,7 @@ from brickwork.kernels.checks import (
     check_integer,
     check_one_of,
     check_shapes,
+    claim,
 )
 from brickwork.kernels.rope import check_positions
 from brickwork.kernels.sequences import check_seq_ids, sequence_starts
@@ -226,6 +227,7 @@ class Attention(nn.Module):
                     f"x must have the cache's batch size {cache.batch_size}, "
                     f"got {tuple(x_BTC.shape)}"
                 )
+            claim("cache", cache, self)
         return batch, tokens
 
     def extra_repr(self) -> str:

@@ -60,7 +60,7 @@ def sample(
         prompt_ids: (B, P); mask tokens inside are places to fill (infilling).
         gen_length: how many tokens to add to each row, 0 for infilling only.
         block_length: masks to a block; the last one may be shorter.
-        steps: forward passes of a row, shared out evenly over its blocks and, in a block of n
+        steps: forward passes of a row (default: as many as masks, one token each), shared out evenly over its blocks and, in a block of n
             masks and s steps, committing n // s a step, the first n % s steps one more. A block
             takes at least one step; a step that would commit nothing is skipped, as its
             prediction would be the last one again.
@@ -275,7 +275,8 @@ def pace(left: int, steps_left: int | None, rule: Rule) -> int:
     (3, 3, 2)
     """
     if rule != "threshold":
-        assert steps_left is not None
+        if steps_left is None:
+            return min(left, 1)
         return -(-left // max(1, steps_left))
     return left if steps_left == 1 else min(left, 1)
 
@@ -310,8 +311,6 @@ def _check_options(
     check_one_of("rule", rule, get_args(Rule))
     if steps is not None:
         check_integer("steps", steps, least=1)
-    elif rule != "threshold":
-        raise ValueError(f"steps must be given with rule={rule!r}, got None")
     if (threshold is None) == (rule == "threshold"):
         raise ValueError(
             f"threshold must be given with rule='threshold' and with no other, got "

@@ -47,6 +47,7 @@ class KVCache:
         self._values: Tensor | None = None
         self._positions: Tensor | None = None
         self._mask: Tensor | None = None  # None while every token is real
+        self.owner: int | None = None  # which layer fills it
 
     @property
     def batch_size(self) -> int | None:
@@ -108,7 +109,7 @@ class KVCache:
 
     def reset(self) -> None:
         """Forget everything, the batch size included."""
-        self._keys = self._values = self._positions = self._mask = None
+        self._keys = self._values = self._positions = self._mask = self.owner = None
 
 
 class StaticKVCache:
@@ -152,6 +153,7 @@ class StaticKVCache:
         check_integer("head_dim", head_dim, least=1)
         self.batch_size = batch_size
         self.max_length = max_length
+        self.owner: int | None = None
         slots = (batch_size, max_length)
         with torch.inference_mode(False):  # so that it can be written outside inference mode too
             self._keys = torch.zeros(*slots, num_kv_heads, head_dim, dtype=dtype, device=device)
@@ -215,6 +217,7 @@ class StaticKVCache:
         """Forget everything."""
         for held in (self._keys, self._values, self._positions, self._mask, self._length):
             held.zero_()
+        self.owner = None
 
 
 def _check_crop(length: int, held: int) -> None:

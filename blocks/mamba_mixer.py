@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from brickwork.kernels.backend import compute_dtype
-from brickwork.kernels.checks import check_integer
+from brickwork.kernels.checks import check_integer, claim
 from brickwork.kernels.sequences import check_mask
 
 STEP_RANGE = (1e-3, 1e-1)
@@ -38,6 +38,7 @@ class MambaState:
         self.conv: Tensor | None = None
         self.scan: Tensor | None = None
         self.reverse: bool | None = None
+        self.owner: int | None = None  # which mixer fills it
 
     @property
     def is_empty(self) -> bool:
@@ -46,7 +47,7 @@ class MambaState:
 
     def reset(self) -> None:
         """Forget everything."""
-        self.conv = self.scan = self.reverse = None
+        self.conv = self.scan = self.reverse = self.owner = None
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order."""
@@ -209,6 +210,8 @@ class MambaMixer(nn.Module):
     ) -> Tensor:
         check_tokens(x, self.dim)
         check_state(state, x.shape[0], reverse)
+        if state is not None:
+            claim("state", state, self)
         mask = check_mask(mask, (x.shape[0], x.shape[1]))
         parts = self.split(self.in_proj(x))
         y = self.mix(parts, mask=mask, seq_ids=seq_ids, reverse=reverse, state=state)

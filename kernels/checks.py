@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,8 @@ def check_shapes(**arguments: tuple[Tensor | None, str]) -> dict[str, int]:
     for argument, (tensor, pattern) in arguments.items():
         if tensor is None:
             continue
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{argument} must be a Tensor, got {type(tensor).__name__}")
         names = pattern.split()
         leading = names[0] == "..."
         names = names[1:] if leading else names
@@ -50,6 +54,8 @@ def _spell(pattern: str) -> str:
 def check_floating(**arguments: Tensor | None) -> None:
     """Raise unless every tensor given is of a floating-point dtype."""
     for argument, tensor in arguments.items():
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise ValueError(f"{argument} must be a Tensor, got {type(tensor).__name__}")
         if tensor is not None and not tensor.is_floating_point():
             raise ValueError(f"{argument} must be floating point, got {tensor.dtype}")
 
@@ -83,3 +89,15 @@ def values_readable(tensor: Tensor) -> bool:
         and not torch._C._are_functorch_transforms_active()
         and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
     )
+
+
+def claim(argument: str, kept: Any, module: object) -> None:
+    """Make `kept` (a cache, a state) `module`'s own, or raise if it belongs to another one."""
+    if torch.compiler.is_compiling():
+        return
+    if kept.owner not in (None, id(module)):
+        raise ValueError(
+            f"{argument} must be this {type(module).__name__}'s own, got one that another module "
+            f"fills; give every layer its own, or reset() it"
+        )
+    kept.owner = id(module)

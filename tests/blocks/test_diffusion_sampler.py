@@ -677,7 +677,6 @@ def test_no_gradient_is_recorded():
         ({"block_length": 0}, "block_length must be an integer of at least 1, got 0"),
         ({"steps": 0}, "steps must be an integer of at least 1, got 0"),
         ({"steps": 2.0}, r"steps must be an integer of at least 1, got 2\.0"),
-        ({"steps": None}, "steps must be given with rule='low_confidence', got None"),
         ({"temperature": -0.1}, r"temperature must be a finite number of at least 0, got -0\.1"),
         ({"temperature": float("nan")}, "temperature must be a finite number .* got nan"),
         ({"temperature": "hot"}, "temperature must be a finite number .* got 'hot'"),
@@ -738,3 +737,16 @@ def test_model_errors():
     ):
         with pytest.raises(ValueError, match=message):
             diffusion.sample(lambda ids, attention_mask, logits=logits: logits, prompt, **options)
+
+
+def test_without_steps_every_step_commits_one_token():
+    calls = []
+
+    def model(ids, attention_mask=None):
+        calls.append(ids)
+        return torch.randn(*ids.shape, 7)
+
+    diffusion = MaskedDiffusion(mask_token_id=6)
+    diffusion.sample(model, torch.zeros(1, 2, dtype=torch.int64), gen_length=5, block_length=3)
+    masks = [int((ids == 6).sum()) for ids in calls]
+    assert masks == [5, 4, 3, 2, 1]

@@ -391,6 +391,13 @@ def test_autocast(kind):
                 attention(x, cache=new_cache(kind, 1))
 
 
+def unowned(cache):
+    """A copy that any layer may take, full as it is."""
+    taken = copy.deepcopy(cache)
+    taken.owner = None
+    return taken
+
+
 @kinds
 def test_errors(kind):
     attention, cache = build(), new_cache(kind, 2, 4)
@@ -399,9 +406,9 @@ def test_errors(kind):
     with pytest.raises(ValueError, match=r"x must have the cache's batch size 2, got \(3, 1, 24\)"):
         attention(torch.randn(3, 1, DIM), cache=cache)
     with pytest.raises(ValueError, match=r"keys must have shape .* G = 2 as in cache, got"):
-        build(num_kv_heads=3)(x[:, :1], cache=cache)
+        build(num_kv_heads=3)(x[:, :1], cache=unowned(cache))
     with pytest.raises(ValueError, match=r"cache's dtype torch\.float32, got torch\.float64"):
-        copy.deepcopy(attention).double()(x[:, :1].double(), cache=cache)
+        copy.deepcopy(attention).double()(x[:, :1].double(), cache=unowned(cache))
     with pytest.raises(ValueError, match=r"mask must have shape \(B, T\) = \(2, 4\), got \(2, 3\)"):
         attention(x[:, :1], mask=torch.ones(2, 3).bool(), cache=cache)
     with pytest.raises(ValueError, match="mask must not call a token real that came into"):
@@ -454,3 +461,19 @@ def test_construction_errors(arguments, message):
     batch, length, heads, width = arguments
     with pytest.raises(ValueError, match=message):
         StaticKVCache(batch, length, num_kv_heads=heads, head_dim=width)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_cache_belongs_to_one_layer(static):
+    """Two layers that append to one cache would each attend to the other's keys."""
+    first, second = (Attention(8, num_heads=2, causal=True) for _ in range(2))
+    cache = StaticKVCache(1, 8, num_kv_heads=2, head_dim=4) if static else KVCache()
+    x = torch.randn(1, 2, 8)
+    with torch.no_grad():
+        first(x, cache=cache)
+        first(x, cache=cache)
+        with pytest.raises(ValueError, match="cache must be this Attention's own"):
+            second(x, cache=cache)
+        assert cache.length == 4
+        cache.reset()
+        second(x, cache=cache)

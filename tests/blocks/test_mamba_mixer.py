@@ -406,3 +406,14 @@ def test_errors(kind):
         mixer(x[:1], state=state)
     with pytest.raises(ValueError, match="state was filled with reverse=False, got reverse=True"):
         mixer(x, state=state, reverse=True)
+
+
+def test_a_state_belongs_to_one_mixer():
+    first, second = Mamba1(8), Mamba1(8)
+    state, x = MambaState(), torch.randn(1, 3, 8)
+    first(x, state=state)
+    first(x, state=state)
+    with pytest.raises(ValueError, match="state must be this Mamba1's own"):
+        second(x, state=state)
+    state.reset()
+    second(x, state=state)

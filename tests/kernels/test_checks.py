@@ -99,3 +99,10 @@ def test_values_are_read_only_where_they_can_be():
         lambda x: x + 1 if values_readable(x) else x, fullgraph=True, backend="eager"
     )
     assert torch.equal(compiled(ids), ids)
+
+
+def test_what_is_no_tensor_is_named():
+    with pytest.raises(ValueError, match="x must be a Tensor, got list"):
+        check_shapes(x=([[1.0]], "B C"))
+    with pytest.raises(ValueError, match="x must be a Tensor, got str"):
+        check_floating(x="MKV")

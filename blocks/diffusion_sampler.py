@@ -60,10 +60,10 @@ def sample(
         prompt_ids: (B, P); mask tokens inside are places to fill (infilling).
         gen_length: how many tokens to add to each row, 0 for infilling only.
         block_length: masks to a block; the last one may be shorter.
-        steps: forward passes of a row (default: as many as masks, one token each), shared out evenly over its blocks and, in a block of n
-            masks and s steps, committing n // s a step, the first n % s steps one more. A block
-            takes at least one step; a step that would commit nothing is skipped, as its
-            prediction would be the last one again.
+        steps: forward passes of a row (default: as many as masks, one token each), shared out
+            evenly over its blocks and, in a block of n masks and s steps, committing n // s a
+            step, the first n % s steps one more. A block takes at least one step; a step that
+            would commit nothing is skipped, as its prediction would be the last one again.
             Under `rule="threshold"` only a limit: a block's last step commits the rest.
         temperature: 0 takes the likeliest token, otherwise exact samples of
             softmax(logits / temperature).

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from brickwork.assemblies.assembly import Assembly
 from brickwork.assemblies.checkpoint import Rename
-from brickwork.assemblies.inputs import check_mask, check_noise, embed, maskable_tokens
+from brickwork.assemblies.inputs import check_mask, embed
 from brickwork.assemblies.mini_llada_config import MiniLLaDAConfig
 from brickwork.assemblies.outputs import MiniLLaDAOutput
+from brickwork.assemblies.targets import check_noise, maskable_tokens
 from brickwork.blocks.attention import Attention
 from brickwork.blocks.diffusion_canvas import sequence_index
 from brickwork.blocks.masked_diffusion import MaskedDiffusion, Noise

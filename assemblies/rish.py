@@ -11,9 +11,10 @@ from torch.nn import functional as F
 from brickwork.assemblies.assembly import Assembly
 from brickwork.assemblies.checkpoint import Rename
 from brickwork.assemblies.generation import generate
-from brickwork.assemblies.inputs import check_mask, check_per_layer, embed, next_token_labels
+from brickwork.assemblies.inputs import check_mask, check_per_layer, embed
 from brickwork.assemblies.outputs import RishOutput
 from brickwork.assemblies.rish_config import RishConfig
+from brickwork.assemblies.targets import next_token_labels
 from brickwork.blocks.attention import Attention
 from brickwork.blocks.kv_cache import KVCache, StaticKVCache
 from brickwork.blocks.moe import MoE, MoEOutput, load_balancing_loss

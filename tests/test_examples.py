@@ -179,7 +179,7 @@ def test_the_minutes_end_a_run_with_a_checkpoint(example, data, folder):
         (["--resume"], "--resume: there is no checkpoint in "),
         (["--steps", "0"], "--steps must be above 0, got 0"),
         (["--lr", "-1"], "--lr must be above 0, got -1.0"),
-        (["--dim", "15"], "hidden_size must be a multiple of num_attention_heads"),
+        (["--dim", "15"], "hidden_size must be an even multiple of"),
         (["--top-k", "9"], "num_experts_per_tok must be at most num_experts"),
         (["--length", "9999"], "length must be at most the "),
         (["--data", os.devnull], "--data: /dev/null is not a file"),

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from string import Template
+from typing import Any
 
 import figures
 import torch
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def write_page(
     llada: train_mini_llada.Trained, rish: train_rish.Trained, plm: train_lc_plm.Trained
 ) -> str:
-    all_of_them = {
+    all_of_them: dict[str, tuple[str, str, Any]] = {
         "MiniLLaDA": ("masked diffusion", "bits per byte, upper bound", llada),
         "Rish": ("mixture of experts", "bits per byte", rish),
         "LCPLM": ("bidirectional Mamba", "bits per masked residue", plm),
@@ -90,7 +91,7 @@ def write_page(
     )
 
 
-def results_table(all_of_them: dict) -> str:
+def results_table(all_of_them: dict[str, tuple[str, str, Any]]) -> str:
     rows = [
         "<tr><th>model</th><th>kind</th><th class=number>parameters</th><th class=number>steps</th>"
         "<th>measure on held-out data</th><th class=number>unigram</th><th class=number>model</th>"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -14,7 +15,7 @@ from training import Run
 INK, MUTED, MODEL, BASELINE = "#010101", "#020202", "#030303", "#040404"
 CSS = {INK: "var(--ink)", MUTED: "var(--line)", MODEL: "var(--model)", BASELINE: "var(--baseline)"}
 
-STYLE = {
+STYLE: Any = {
     "svg.fonttype": "none",
     "font.size": 10,
     "axes.edgecolor": MUTED,

@@ -11,15 +11,16 @@ from brickwork.blocks import Attention, Mamba2, MoE, Residual, RMSNorm, RoPE, lo
 class Model(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
-        heads = {"num_heads": 4, "num_kv_heads": 2, "qk_norm": "head", "rope": RoPE(dim // 4)}
-        self.embed = nn.Embedding(256, dim)
-        self.mamba = Residual(Mamba2(dim, d_state=16, head_dim=16), norm=RMSNorm(dim))
-        self.attention = Residual(Attention(dim, causal=True, **heads), norm=RMSNorm(dim))
-        self.moe = Residual(MoE(dim, hidden_dim=dim, num_experts=8, top_k=2), norm=RMSNorm(dim))
+        attention = Attention(
+            dim, num_heads=4, num_kv_heads=2, qk_norm="head", rope=RoPE(dim // 4), causal=True
+        )
+        experts = MoE(dim, hidden_dim=dim, num_experts=8, top_k=2)
+        layers = [Residual(m, norm=RMSNorm(dim)) for m in (Mamba2(dim), attention, experts)]
+        self.body = nn.Sequential(nn.Embedding(256, dim), *layers)
         self.head = nn.Sequential(RMSNorm(dim), nn.Linear(dim, 256))
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        out = self.moe(self.attention(self.mamba(self.embed(ids))))
+        out = self.body(ids)
         return self.head(out.y), out.router_logits
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from corpora import DICTIONARY, END, TEXT_VOCABULARY, read_text, text_stream, to_text, unigram
@@ -96,7 +96,7 @@ def bits_per_byte(model: Rish, rows: Tensor) -> Tensor:
     return torch.cat(found) / math.log(2)
 
 
-def continue_text(model: Rish, prompt: str, *, length: int, **sampling: float) -> str:
+def continue_text(model: Rish, prompt: str, *, length: int, **sampling: Any) -> str:
     """`prompt` and at most `length` bytes more, up to the end of the entry.
 
     `sampling`: `temperature`, `top_k`, `top_p`; without them the likeliest byte is taken.

@@ -52,6 +52,8 @@ struct Rows {
   int count = 0;
   Vec<T> operator[](int64_t s) const { return load(origin + s * step, lane, count); }
   void set(int64_t s, Vec<T> value) const { store(origin + s * step, lane, count, value); }
+  // Into the second-level cache: rows a power of two apart would push each other out of the first.
+  void fetch(int64_t s) const { __builtin_prefetch(origin + s * step, 0, 2); }
 };
 
 template <class T>
@@ -61,7 +63,7 @@ class Tile {
   static constexpr int W = lanes<T>;
 
   Tile(const Scan& p, int64_t slot, int64_t task)
-      : p(p), task(task), padded((p.state + BLOCK - 1) / BLOCK * BLOCK) {
+      : p(p), task(task), padded((p.state + BLOCK - 1) / BLOCK * BLOCK), row(p.chunk + 1) {
     const int64_t per_group = p.channels / p.groups, tiles = tiles_per_group(p);
     batch = task / tiles / p.groups;
     group = task / tiles % p.groups;
@@ -73,8 +75,8 @@ class Tile {
     rate = take(vectors * padded);
     B = reinterpret_cast<T*>(take(p.chunk * padded / W + 1));
     C = reinterpret_cast<T*>(take(p.chunk * padded / W + 1));
-    d = take(vectors * p.chunk);
-    u = take(vectors * p.chunk);
+    d = take(vectors * row);
+    u = take(vectors * row);
     longest = take(vectors);
     for (int64_t v = 0; v < vectors; ++v) {
       for (int64_t n = 0; n < padded; ++n) {
@@ -91,14 +93,15 @@ class Tile {
   // Bytes that one tile takes from its slot of the scratch, at most.
   static int64_t scratch(const Scan& p) {
     const int64_t padded = (p.state + BLOCK - 1) / BLOCK * BLOCK, vectors = (p.tile + W - 1) / W;
-    const int64_t rows = 2 * (p.chunk * padded / W + 1), marked = 4 * p.chunk * BLOCK;
-    return (vectors * (2 * padded + 9 * p.chunk + 1) + rows + marked + 1) * int64_t(sizeof(V));
+    const int64_t row = p.chunk + 1, rows_of_B = p.chunk * padded / W + 1;
+    const int64_t held = vectors * (2 * padded + 9 * row + 1) + 2 * rows_of_B + 4 * row * BLOCK;
+    return (held + 1) * int64_t(sizeof(V));
   }
   static int64_t tasks(const Scan& p) { return p.batch * p.groups * tiles_per_group(p); }
 
   void forward() {
     V* h = take(vectors * padded);
-    V* y = take(vectors * p.chunk);
+    V* y = take(vectors * row);
     for (int64_t v = 0; v < vectors; ++v) {
       for (int64_t n = 0; n < padded; ++n) {
         V start{};
@@ -117,9 +120,13 @@ class Tile {
             store(to, 1, count(v), h[v * padded + n]);
           }
         }
-        V* y_v = y + v * p.chunk;
+        V* y_v = y + v * row;
         const V D = skip(v);
         stage(v, [&](int64_t s, V x, V) { y_v[s] = x * D; });
+        soon[0] = rows(p.z, v);
+        soon[1] = rows(p.y, v);
+        expect(v, p.x, 2);
+        expect(v, p.delta, 3);
         for (int64_t n = 0; n < padded; n += BLOCK) {
           walk<false>(v, n, h + v * padded + n, y, nullptr, nullptr);
         }
@@ -145,16 +152,16 @@ class Tile {
   }
 
   void backward(int64_t chunk) {
-    V *x = take(vectors * p.chunk), *slope = take(vectors * p.chunk);
-    V *g = take(vectors * p.chunk), *dz = take(vectors * p.chunk), *y = take(vectors * p.chunk);
-    V *du = take(vectors * p.chunk), *dd = take(vectors * p.chunk);
-    V *decays = take(p.chunk * BLOCK), *decayed = take(p.chunk * BLOCK);
-    V *dB = take(p.chunk * BLOCK), *dC = take(p.chunk * BLOCK);
+    V *x = take(vectors * row), *slope = take(vectors * row);
+    V *g = take(vectors * row), *dz = take(vectors * row), *y = take(vectors * row);
+    V *du = take(vectors * row), *dd = take(vectors * row);
+    V *decays = take(row * BLOCK), *decayed = take(row * BLOCK);
+    V *dB = take(row * BLOCK), *dC = take(row * BLOCK);
     enter(chunk);
     for (int64_t v = 0; v < vectors; ++v) {
       const Rows<T> dy = rows(p.dy, v), gates = rows(p.z, v);
       const V D = skip(v);
-      int64_t i = v * p.chunk;
+      int64_t i = v * row;
       stage(v, [&](int64_t s, V value, V rise) {
         V through{}, around{};
         if (dy.origin && real(s)) {
@@ -197,7 +204,7 @@ class Tile {
       const V D = skip(v);
       V dD{}, dbias{};
       for (int64_t s = 0; s < steps; ++s) {
-        const int64_t i = v * p.chunk + s;
+        const int64_t i = v * row + s;
         V dx = du[i] * d[i] + g[i] * D;
         V ddelta = (dd[i] * LN2<T> + du[i] * x[i]) * slope[i];
         if (!real(s)) dx = ddelta = V{};
@@ -214,12 +221,15 @@ class Tile {
 
  private:
   const Scan& p;
-  const int64_t task, padded;                   // padded: states up to a whole block
+  // padded: states up to a whole block. row: a vector's steps in scratch, one more than a chunk has,
+  // so that the arrays do not meet in one set of the cache.
+  const int64_t task, padded, row;
   int64_t batch, group, first, width, vectors;  // the tile: channels first ... first + width
   int64_t begin = 0, steps = 0;                 // the chunk: steps begin ... begin + steps
   V *free, *rate, *d, *u, *longest;             // A log2(e); step sizes, times x, the largest
   const uint8_t* mask = nullptr;                // of the chunk's first step
   int64_t mask_step = 0;
+  Rows<T> soon[4];                              // what is fetched while the first block is computed
   T *B, *C;                                     // [step][state]
 
   V* take(int64_t size) {
@@ -237,6 +247,11 @@ class Tile {
     if (!a) return {};
     const int64_t step = p.reverse ? -a.stride[1] : a.stride[1];
     return {a.at<T>(batch, token(0), first + v * W), step, a.stride[2], count(v)};
+  }
+  // Rows to fetch while the vector v is computed: of the next vector, or of the next chunk's first.
+  void expect(int64_t v, const Array& a, int k) {
+    soon[k] = rows(a, (v + 1) % vectors);
+    if (v + 1 == vectors) soon[k].origin += steps * soon[k].step;
   }
   void add(T* to, int64_t v, V value) const {
     store(to, 1, count(v), load<T>(to, 1, count(v)) + value);
@@ -268,7 +283,7 @@ class Tile {
                                 : V{};
     V most{};
     const Rows<T> xs = rows(p.x, v), sizes = rows(p.delta, v);
-    V *d_v = d + v * p.chunk, *u_v = u + v * p.chunk;
+    V *d_v = d + v * row, *u_v = u + v * row;
     const bool soft = p.softplus;
     for (int64_t s = 0; s < steps; ++s) {
       V x{}, size{}, slope{};
@@ -318,8 +333,8 @@ class Tile {
   // [step][k] if asked.
   template <bool SMALL, bool NOTE>
   void advance(int64_t v, int64_t n, V* state, V* y_all, V* decays, V* decayed) const {
-    const V *d_v = d + v * p.chunk, *u_v = u + v * p.chunk;
-    V* y = y_all + v * p.chunk;
+    const V *d_v = d + v * row, *u_v = u + v * row;
+    V* y = y_all + v * row;
     V h[BLOCK], a[BLOCK];
     for (int k = 0; k < BLOCK; ++k) {
       h[k] = state[k];
@@ -332,6 +347,9 @@ class Tile {
         const T *b = B + s * padded + n, *c = C + s * padded + n;
         const V size = d_v[s], push = u_v[s];
         V total = y[s];
+        if (!NOTE && n == 0) {
+          for (const Rows<T>& next : soon) next.fetch(s);
+        }
         for (int k = 0; k < BLOCK; ++k) {
           const V decay = SMALL ? exp2_small<T>(size * a[k]) : exp2_any<T>(size * a[k]);
           const V before = decay * h[k];
@@ -359,8 +377,8 @@ class Tile {
 
   void retreat(int64_t v, int64_t n, const V* decays, const V* decayed, const V* g_all, V* du_all,
                V* dd_all, V* dB, V* dC) const {
-    const V *d_v = d + v * p.chunk, *u_v = u + v * p.chunk, *g = g_all + v * p.chunk;
-    V *du = du_all + v * p.chunk, *dd = dd_all + v * p.chunk;
+    const V *d_v = d + v * row, *u_v = u + v * row, *g = g_all + v * row;
+    V *du = du_all + v * row, *dd = dd_all + v * row;
     V dh[BLOCK], dA[BLOCK], a[BLOCK];
     for (int k = 0; k < BLOCK; ++k) {
       const bool kept = n + k < p.state;

@@ -8,7 +8,7 @@ An op's name is its meaning; `backend=` only says how it is computed:
 | `torch`         | the reference: plain PyTorch, the specification                     |
 | `chunked`       | PyTorch with a hand-written backward (scans, cross_entropy)         |
 | `grouped`       | PyTorch's grouped matrix product over sorted tokens (experts)       |
-| `cpu`           | compiled C++                                                        |
+| `cpu`           | compiled C++, built at first use (see `cpu_extension`)              |
 | `triton`        | Triton kernels                                                      |
 | `mamba_ssm`     | the mamba-ssm package                                               |
 | `causal_conv1d` | the causal-conv1d package                                           |

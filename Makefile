@@ -17,7 +17,7 @@ help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: $(VENV)/.has-train ## train the three reference models at small size and write demo/index.html
-	$(PY) docs/examples/demo.py $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(PY) docs/examples/demo.py $(ARGS)
 
 test: $(VENV)/.has-test ## run the tests
 	$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)

@@ -188,8 +188,10 @@ def recovery(plm: train_lc_plm.Trained) -> dict[str, object]:
             f"<p>{escape(protein.name)}, {int(right.sum())} of {len(letters)}</p>"
             f"<pre>{''.join(letters)}</pre>"
         )
+    fewer, error = gain(plm.bits, plm.baseline)
     return {
         "proteins": len(plm.proteins),
+        "times": f"{fewer / error:.1f}",
         "recovered": f"{hit.float().mean():.1%}",
         "commonest": f"{(truth == commonest).float().mean():.1%}",
         "residues": figures.residue_recovery(RESIDUES[:20], rates, given, frequencies),

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=4.0, help="limit on all training")
     parser.add_argument("--steps", type=int, help="of each model, instead of its script's default")
     args = parser.parse_args(argv)
-    runs = args.out / "runs"
+    runs = args.out / "demo-runs"
     if not args.resume:
         shutil.rmtree(runs, ignore_errors=True)
     scripts = {"mini_llada": train_mini_llada, "rish": train_rish, "lc_plm": train_lc_plm}

@@ -414,7 +414,7 @@ def test_the_demo_stops_and_resumes(example, tmp_path, monkeypatch, capsys):
 
         def main(arguments):
             calls.append(arguments)
-            Path(arguments[1]).mkdir(parents=True, exist_ok=True)
+            (Path(arguments[1]) / "step-000001").mkdir(parents=True, exist_ok=True)
             if stop:
                 raise SystemExit(130)
 

@@ -18,7 +18,7 @@ import train_mini_llada
 import train_rish
 from corpora import MASK, to_text
 from torch import Tensor
-from training import gain
+from training import gain, latest_checkpoint
 
 from brickwork.assemblies.proteins import ALPHABET, RESIDUES
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         options = ["--out", str(runs / name), "--minutes", str(share)]
         if args.steps is not None:
             options += ["--steps", str(args.steps)]
-        if args.resume and (runs / name).exists():
+        if args.resume and latest_checkpoint(runs / name) is not None:
             options += ["--resume"]
         trained.append(script.main(options))
     page = args.out / "index.html"

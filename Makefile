@@ -11,7 +11,7 @@ VENDOR := .venv-vendor
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vendor coverage bench docs lint format types doctor ext clean
+.PHONY: help demo test test-triton test-vendor coverage bench docs lint format types doctor ext clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,6 +21,11 @@ demo: $(VENV)/.has-train ## train the three reference models at small size and w
 
 test: $(VENV)/.has-test ## run the tests
 	$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
+
+test-triton: $(VENV)/.has-test ## check the Triton kernels without a GPU: interpreted, sanitized, compiled for four chips
+	TRITON_INTERPRET=1 $(PY) -m pytest tests/triton/interpreted -n auto --maxprocesses 8 --dist worksteal $(ARGS)
+	TRITON_CACHE_DIR=build/triton $(PY) -m pytest tests/triton/compiled -n auto --maxprocesses 8 --dist worksteal $(ARGS)
+	TRITON_CACHE_DIR=build/triton $(PY) bench/resources.py
 
 test-vendor: $(VENV)/.has-test $(VENDOR)/.ready ## test against the real mamba-ssm and causal-conv1d (docs/vendor_tests.md)
 	BRICKWORK_VENDOR=$(VENDOR) $(PY) -m pytest tests/vendor -n auto --maxprocesses 8 --dist worksteal $(ARGS)

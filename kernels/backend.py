@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 
 import torch
@@ -78,7 +79,8 @@ def choose(op: str, backend: str, **reasons: Callable[[], str | None]) -> str:
 
     `reasons` names the op's faster backends, the fastest first; each value is called to learn why
     that backend cannot run these tensors (`None`: it can). `torch` always can; where it is the
-    fastest for some tensors it may be named too.
+    fastest for some tensors it may be named too. `auto` does not take a `triton` that is
+    interpreted.
     """
     if backend == "torch":
         return backend
@@ -88,7 +90,7 @@ def choose(op: str, backend: str, **reasons: Callable[[], str | None]) -> str:
         if _preferred in reasons and reasons[_preferred]() is None:
             return _preferred
         for name, reason in reasons.items():
-            if reason() is None:
+            if not (name == "triton" and triton_interprets()) and reason() is None:
                 return name
         return "torch"
     if backend not in BACKENDS:
@@ -115,6 +117,14 @@ def unavailable(package: str) -> str | None:
 
 # What torch.compiler.assume_constant_result sets; calling that imports the whole of torch._dynamo.
 unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def triton_interprets() -> bool:
+    """Whether the environment tells Triton to interpret its kernels: for tests, not for speed."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+
+
+triton_interprets._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def why_not_opaque() -> str | None:

@@ -1,0 +1,17 @@
+"""Every test here runs kernels in Triton's interpreter, made to round as a GPU does."""
+
+from __future__ import annotations
+
+import interpreter
+import pytest
+
+from brickwork.kernels.backend import triton_interprets
+
+if not triton_interprets():
+    raise pytest.UsageError("tests/triton/interpreted needs TRITON_INTERPRET=1 in the environment")
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreter.round_to_nearest(monkeypatch)
+    interpreter.leave_tensors_in_place(monkeypatch)

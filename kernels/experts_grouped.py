@@ -27,10 +27,7 @@ def experts_grouped(
     x_SC: Tensor, gate_up_EFC: Tensor, down_ECF: Tensor, indices_SK: Tensor, weights_SK: Tensor
 ) -> Tensor:
     """`experts` by sorted groups; the arguments are checked already."""
-    dtype = torch.promote_types(x_SC.dtype, torch.promote_types(gate_up_EFC.dtype, down_ECF.dtype))
-    device = x_SC.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        dtype = dtype if dtype == torch.float64 else torch.get_autocast_dtype(device)
+    dtype = product_dtype(x_SC, gate_up_EFC, down_ECF)
     x, gate_up, down = (t.to(dtype) for t in (x_SC, gate_up_EFC, down_ECF))
     weights = weights_SK.to(compute_dtype(x, weights_SK))
     train = torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate_up, down, weights))
@@ -41,6 +38,17 @@ def experts_grouped(
     # Nothing to record for a compiler or for autograd: the op's own cost, tens of µs, is saved.
     run = _forward if plain and not train else experts_forward
     return run(*inputs, train)[0].to(x_SC.dtype)
+
+
+def product_dtype(x: Tensor, gate_up: Tensor, down: Tensor) -> torch.dtype:
+    """What the products take: the widest dtype of their operands, under autocast that of autocast
+    (but float64 stays)."""
+    dtype = torch.promote_types(x.dtype, torch.promote_types(gate_up.dtype, down.dtype))
+    device = x.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if autocast and dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return dtype
 
 
 class Groups(NamedTuple):

@@ -2,7 +2,7 @@
 the width of their loads, their matrix instructions.
 
 `python bench/resources.py` compiles every configuration that a dispatch can choose
-(`configurations()` of each `kernels/*_triton.py`) for every chip and prints the table; `--write`
+(`configurations()` of each `kernels/<op>_triton.py`) for every chip and prints the table; `--write`
 also writes it to `bench/results/triton_resources.md`. No GPU and no driver are needed.
 """
 
@@ -23,6 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from brickwork.kernels.backend import OPS
 from brickwork.kernels.triton_support import Configuration
 
 KERNELS = Path(__file__).parent.parent / "kernels"
@@ -58,13 +59,19 @@ class Resources(NamedTuple):
 
 
 def modules() -> list[str]:
-    """The names of the files that have Triton kernels."""
-    return sorted(path.stem for path in KERNELS.glob("*_triton.py"))
+    """The Triton backends, by the names of their files."""
+    return [f"{op}_triton" for op in OPS if (KERNELS / f"{op}_triton.py").exists()]
 
 
 def configurations(module: str) -> Iterator[Configuration]:
     """Every configuration of one of `modules()`."""
     yield from importlib.import_module(f"brickwork.kernels.{module}").configurations()
+
+
+def warps(configuration: Configuration, chip: str) -> int:
+    """As many as a launch on this chip takes."""
+    halved = configuration.launch_warps and CHIPS[chip].backend == "hip"
+    return max(configuration.num_warps // 2, 1) if halved else configuration.num_warps
 
 
 def measure(configuration: Configuration, chip: str) -> Resources:
@@ -83,7 +90,7 @@ def measure(configuration: Configuration, chip: str) -> Resources:
     source = ASTSource(
         fn=kernel, signature=signature, constexprs=configuration.constants, attrs=aligned
     )
-    options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
+    options = {"num_warps": warps(configuration, chip), "num_stages": configuration.num_stages}
     compiled = triton.compile(source, target=target, options=options)
     of_chip = _amd if target.backend == "hip" else _nvidia
     return of_chip(compiled, re.compile(MATRIX[chip]))
@@ -98,7 +105,7 @@ def faults(configuration: Configuration, chip: str, found: Resources) -> list[st
         wrong.append(f"{found.wide_floats} float64 instructions")
     if found.shared > SHARED_LIMIT[chip]:
         wrong.append(f"{found.shared} bytes of shared memory, the limit is {SHARED_LIMIT[chip]}")
-    threads = configuration.num_warps * CHIPS[chip].warp_size
+    threads = warps(configuration, chip) * CHIPS[chip].warp_size
     if found.registers * threads > REGISTERS[chip]:
         wrong.append(f"{found.registers} registers for each of {threads} threads")
     narrow = found.loads - found.wide_loads
@@ -173,7 +180,7 @@ def _rows_of(task: tuple[str, int]) -> list[str]:
         found = measure(configuration, chip)
         wrong = "; ".join(faults(configuration, chip, found)) or "none"
         rows.append(
-            f"| {configuration.name} | {configuration.num_warps} | {chip} | {found.registers} "
+            f"| {configuration.name} | {warps(configuration, chip)} | {chip} | {found.registers} "
             f"| {found.spills} | {found.shared} | {found.wide_loads}/{found.loads} "
             f"| {found.wide_stores}/{found.stores} | {found.matrix} | {wrong} |"
         )

@@ -116,6 +116,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def launch_warps(warps: int) -> int:
+    """The `num_warps` that gives as many threads as `warps` of 32: half of it on AMD."""
+    return warps if torch.version.hip is None else max(warps // 2, 1)
+
+
 class Configuration(NamedTuple):
     """One way a dispatch can launch a kernel, in the words of an ahead-of-time compilation.
 
@@ -129,6 +134,7 @@ class Configuration(NamedTuple):
     constants: dict[str, Any]
     aligned: tuple[str, ...] = ()  # pointers and integers divisible by 16, as a launch finds them
     num_warps: int = 4
+    launch_warps: bool = False  # on AMD `launch_warps(num_warps)`
     num_stages: int = 3
     wide_loads: bool = False  # all loads but `narrow_loads` of them must be of 128 bits
     narrow_loads: int = 0  # loads of single values, in the text of the compiled program

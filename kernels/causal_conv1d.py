@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from brickwork.kernels.backend import autocast_off, choose, compute_dtype, why_not_opaque
+from brickwork.kernels.backend import (
+    autocast_off,
+    choose,
+    compute_dtype,
+    unavailable,
+    why_not_opaque,
+)
 from brickwork.kernels.checks import check_flag, check_floating, check_one_of, check_shapes
 from brickwork.kernels.sequences import (
     check_mask,
@@ -87,6 +93,7 @@ def causal_conv1d(
         torch=lambda: why_not_plain(x),
         cpu=lambda: _why_not_cpu(x),
         causal_conv1d=lambda: _why_not_package(x, weight, bias, initial_state, mask),
+        triton=lambda: _why_not_triton(x, weight, bias, initial_state),
         chunked=lambda: _why_not_chunked(x),
     )
     if chosen == "torch":
@@ -109,6 +116,10 @@ def causal_conv1d(
         from brickwork.kernels.causal_conv1d_cpu import causal_conv1d_cpu
 
         y = causal_conv1d_cpu(x, weight, bias, initial_state, mask, starts, activation, reverse)
+    elif chosen == "triton":
+        from brickwork.kernels.causal_conv1d_triton import causal_conv1d_triton
+
+        y = causal_conv1d_triton(x, weight, bias, initial_state, mask, starts, activation, reverse)
     else:
         from brickwork.kernels.causal_conv1d_chunked import causal_conv1d_chunked
 
@@ -121,6 +132,14 @@ def _why_not_cpu(x: Tensor) -> str | None:
     from brickwork.kernels.causal_conv1d_cpu import why_not
 
     return why_not(x)
+
+
+def _why_not_triton(*tensors: Any) -> str | None:
+    if reason := unavailable("triton.language"):
+        return reason
+    from brickwork.kernels.causal_conv1d_triton import why_not
+
+    return why_not(*tensors)
 
 
 def _why_not_package(*tensors: Any) -> str | None:

@@ -26,7 +26,13 @@ from torch import Tensor
 from brickwork.kernels import triton_support
 from brickwork.kernels.causal_conv1d import Activation
 from brickwork.kernels.sequences import scan_order
-from brickwork.kernels.triton_support import TYPE_NAMES, Configuration, cdiv, next_power_of_2
+from brickwork.kernels.triton_support import (
+    TYPE_NAMES,
+    Configuration,
+    cdiv,
+    launch_warps,
+    next_power_of_2,
+)
 
 WIDEST = 8  # the window and its gradients must fit the registers
 _TOKENS = 16  # least that a program walks along
@@ -97,7 +103,7 @@ def _forward(
         REVERSE=reverse,
         UNROLL=_UNROLL,
         BLOCK=block,
-        num_warps=warps,
+        num_warps=launch_warps(warps),
     )
     return y
 
@@ -146,7 +152,7 @@ def _backward(
         REVERSE=reverse,
         UNROLL=_UNROLL,
         BLOCK=block,
-        num_warps=warps,
+        num_warps=launch_warps(warps),
     )
     total = sums.sum(0)
     dweight.copy_(total[:width].mT)
@@ -521,6 +527,7 @@ def configurations() -> Iterator[Configuration]:
                 f"causal_conv1d {direction}, {name}",
                 *_arguments(kernel, dtype, given, width, reverse, block),
                 num_warps=warps,
+                launch_warps=True,
             )
 
 

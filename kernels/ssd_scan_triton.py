@@ -1,0 +1,280 @@
+"""`ssd_scan` as Triton kernels: the chunk form, forward and backward.
+
+Products are taken in bfloat16 where x, B and C are, in TF32 where they are float16 or PyTorch's
+precision of float32 products allows it, else in float32; sums, decays and states always in float32.
+Only the inputs are kept for backward, which recomputes the rest. No sum depends on the order of
+programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brickwork.kernels.ssd_scan_triton_backward import (
+    ssd_input_gradients,
+    ssd_pair_gradients,
+    ssd_step_gradients,
+    ssd_vector_gradients,
+)
+from brickwork.kernels.ssd_scan_triton_forward import (
+    ssd_carry,
+    ssd_decays,
+    ssd_outputs,
+    ssd_pairs,
+    ssd_states,
+)
+from brickwork.kernels.ssd_scan_triton_launch import (
+    LARGEST_CHUNK,
+    Scan,
+    default_chunk,
+    dense_rows,
+    tiles_of,
+)
+from brickwork.kernels.triton_support import TYPE_NAMES, Configuration, register
+
+
+def ssd_scan_triton(
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    softplus: bool,
+    reverse: bool,
+    mask: Tensor | None,
+    starts: Tensor | None,
+    initial_state: Tensor | None,
+    chunk_size: int | None,
+) -> tuple[Tensor, Tensor]:
+    """`ssd_scan` for checked arguments, with sequence starts.
+
+    A chunk has at most 256 tokens. x, z, B and C are copied only if their last stride is not 1.
+    """
+    chunk = min(chunk_size or default_chunk(B.shape[3]), LARGEST_CHUNK)
+    tensors = (x, delta, A, B, C, D, z, delta_bias, initial_state, mask, starts)
+    y, final_state = _op(*tensors, softplus, reverse, chunk)
+    return y, final_state
+
+
+def _forward(
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    initial_state: Tensor | None,
+    mask: Tensor | None,
+    starts: Tensor | None,
+    softplus: bool,
+    reverse: bool,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """y and the final state, in four launches, or five with few rows and heads."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel() == 0:
+        return y, _no_tokens(x, B, initial_state)
+    tensors = (x, delta, A, B, C, D, z, delta_bias, initial_state, mask, starts)
+    scan = Scan(*tensors, softplus, reverse, chunk)
+    states, final_state, _ = scan.states(scan.x, scan.B, scan.initial)
+    scan.outputs(states, y, None, None)
+    return y, final_state
+
+
+def _no_tokens(x: Tensor, B: Tensor, state: Tensor | None) -> Tensor:
+    shape = (x.shape[0], *x.shape[2:], B.shape[3])
+    final = torch.empty(shape, dtype=torch.float32, device=x.device)
+    return final.zero_() if state is None else final.copy_(state)
+
+
+def _backward(
+    dy: Tensor | None,
+    dfinal: Tensor | None,
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    initial_state: Tensor | None,
+    mask: Tensor | None,
+    starts: Tensor | None,
+    softplus: bool,
+    reverse: bool,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, delta, A, B, C, D, z, delta_bias and initial_state, in this order; empty for
+    those not given."""
+    tensors = (x, delta, A, B, C, D, z, delta_bias, initial_state, mask, starts)
+    grads = _empty_gradients(x, delta, A, B, C, D, z, delta_bias, initial_state)
+    dx, ddelta, dA, dB, dC, dD, dz, dbias, dinitial = grads
+    if x.numel() == 0:
+        for grad in grads:
+            grad.zero_()
+        if initial_state is not None and dfinal is not None:
+            dinitial.copy_(dfinal)
+        return grads
+    scan = Scan(*tensors, softplus, reverse, chunk)
+    dy = torch.zeros_like(scan.x) if dy is None else dense_rows(dy)
+    dfinal = None if dfinal is None else dfinal.float().contiguous()
+    states, _, _ = scan.states(scan.x, scan.B, scan.initial)
+    if z is not None:
+        gated = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        scan.outputs(states, gated, dy, dz)
+        dy = gated
+    carries, dstate, inner = scan.states(dy, scan.C, dfinal, states)
+    partial, shares = scan.input_gradients(dy, carries, dx)
+    dpairs, right = scan.pair_gradients(dy)
+    dC, entering = scan.vector_gradients(dy, scan.C, scan.B, dpairs, states, of_C=True)
+    dB, _ = scan.vector_gradients(scan.x, scan.B, scan.C, dpairs, carries, of_C=False)
+    partial |= {"right": right, "entering": entering, "inner": inner}
+    wide_A, wide_bias = scan.step_gradients(ddelta, partial)
+    dA.copy_(wide_A)
+    if delta_bias is not None:
+        dbias.copy_(wide_bias)
+    if D is not None:
+        dD.copy_(shares.sum(0) if D.dim() == 2 else shares.sum((0, 2)))
+    if initial_state is not None:
+        dinitial.copy_(dstate)
+    return dx, ddelta, dA, dB, dC, dD, dz, dbias, dinitial
+
+
+def _empty_gradients(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    x = tensors[0]
+    return tuple(
+        torch.empty(
+            (0,) if t is None else t.shape, dtype=(x if t is None else t).dtype, device=x.device
+        )
+        for t in tensors
+    )
+
+
+def _fake_forward(x: Tensor, delta: Tensor, A: Tensor, B: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return y, y.new_empty((x.shape[0], *x.shape[2:], B.shape[3]), dtype=torch.float32)
+
+
+def _fake_backward(dy: Any, dfinal: Any, *inputs: Any) -> tuple[Tensor, ...]:
+    return _empty_gradients(*inputs[:9])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *tensors, ctx.softplus, ctx.reverse, ctx.chunk = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:
+    tensors = ctx.saved_tensors
+    grads = _backward_op(dy, dfinal, *tensors, ctx.softplus, ctx.reverse, ctx.chunk)
+    return (*(g if t is not None else None for g, t in zip(grads, tensors)), *[None] * 5)
+
+
+_op = register(
+    "ssd_scan_triton", _forward, _fake_forward, gradients=_gradients, setup_context=_setup_context
+)
+_backward_op = register("ssd_scan_triton_backward", _backward, _fake_backward)
+
+
+def configurations() -> Iterator[Configuration]:
+    """Every kernel at every tile of heads of 64 and 128 channels or states, and at the smallest."""
+    every = {"softplus": True, "gate": True, "runs": True}
+    none = dict.fromkeys(every, False)
+    for dtype, precision in (
+        (torch.bfloat16, "bf16"),
+        (torch.float16, "tf32"),
+        (torch.float32, "tf32"),
+        (torch.float32, "ieee"),
+    ):
+        yield from _kernels(dtype, precision, 48, 64, 128, 256, **every)
+    yield from _kernels(torch.bfloat16, "bf16", 48, 64, 128, 256, **none)
+    yield from _kernels(torch.bfloat16, "bf16", 24, 64, 64, 128, **every)
+    yield from _kernels(torch.bfloat16, "bf16", 3, 16, 16, 16, **every)
+
+
+def _kernels(
+    dtype: torch.dtype,
+    precision: str,
+    H: int,
+    P: int,
+    N: int,
+    chunk: int,
+    *,
+    softplus: bool,
+    gate: bool,
+    runs: bool,
+) -> Iterator[Configuration]:
+    kind = TYPE_NAMES[dtype]
+    tiles = tiles_of(H, P, N, chunk, precision)
+    constants = {**tiles, "SOFTPLUS": softplus, "HAS_RUNS": runs, "OF_C": True}
+    absent = [] if gate else ["D", "z", "dD", "bias", "initial"]
+    absent += [] if runs else ["mask", "starts", "runs", "last_run"]
+    name = f"P={P} N={N} Q={tiles['Q']} {kind} {precision}{' all options' if gate else ''}"
+    variants: list[tuple[Any, str, dict[str, Any]]] = [
+        (ssd_decays, "decays", {}),
+        (ssd_pairs, "pairs", {}),
+        (ssd_outputs, "outputs", {"dy": None, "dz": None}),
+        (ssd_input_gradients, "input gradients", {}),
+        (ssd_pair_gradients, "pair gradients", {}),
+        (ssd_vector_gradients, "gradient of C", {"OF_C": True}),
+        (ssd_vector_gradients, "gradient of B", {"OF_C": False}),
+        (ssd_step_gradients, "step gradients", {}),
+    ]
+    for carry in (True, False):
+        way = "walked" if carry else "apart"
+        given = {"BACKWARD": False, "CARRY": carry, "entered": None, "inner": None}
+        variants.append((ssd_states, f"states {way}", given))
+        given = {"BACKWARD": True, "CARRY": carry}
+        variants.append((ssd_states, f"gradients of states {way}", given))
+    if gate:
+        variants.append((ssd_outputs, "gate gradient", {}))
+    if gate and dtype == torch.float32:
+        variants.append((ssd_carry, "carry", {"BACKWARD": False, "entered": None, "inner": None}))
+        variants.append((ssd_carry, "carry of gradients", {"BACKWARD": True}))
+    for kernel, about, given in variants:
+        yield _configuration(kernel, f"{about} {name}", constants | given, absent, kind, precision)
+
+
+_WIDE = (
+    *("A", "bias", "D", "delta", "ddelta", "dD", "steps", "high", "low", "through", "pairs"),
+    *("states", "initial", "entered", "final", "inner", "carries", "direct", "left", "leaving"),
+    *("right", "entering", "dpairs", "dA", "dbias"),
+)
+_TYPES = dict.fromkeys(_WIDE, "*fp32")
+_TYPES |= {"mask": "*u8", "starts": "*u8", "runs": "*i32", "last_run": "*i32"}
+_OF_X = ("x", "B", "C", "z", "dy", "y", "dz", "dx", "values", "vectors", "own", "other", "out")
+_SIZES = ("T", "H", "K", "G", "P", "N", "size", "chunk", "chunks", "splits")
+_SIZES += ("parts_p", "parts_n", "parts_inner")
+
+
+def _configuration(
+    kernel: Any, name: str, constants: dict[str, Any], absent: list[str], kind: str, precision: str
+) -> Configuration:
+    names = kernel.arg_names
+    constants = {n: constants[n] for n in names if n in constants}
+    constants |= {n: None for n in names if n in absent}
+    types = _TYPES | dict.fromkeys(_OF_X, f"*{kind}")
+    signature = {n: types.get(n, "i32") for n in names if n not in constants}
+    strides = {n for n in names if n not in types and n not in _SIZES}
+    aligned = [n for n, t in signature.items() if t.startswith("*") or n in strides | {"P", "N"}]
+    products = kernel not in (ssd_decays, ssd_carry, ssd_step_gradients)
+    return Configuration(
+        kernel,
+        f"ssd_scan {name}",
+        signature,
+        constants,
+        tuple(aligned),
+        matrix=products and precision != "ieee" and constants["ROWS"] == 64,
+    )

@@ -1,0 +1,412 @@
+"""The Triton kernels of `ssd_scan` that only the backward pass runs.
+
+Names as in `ssd_scan_triton_forward`. `dy` here is the gradient of the result before the gate, and
+`carries` (B, chunks, H, P, N) those of the state after each chunk. With L_ij the decay from token j
+to token i, e_i that of the state before the chunk and l_j that towards the state after it, the
+gradient of the exponent summed up to token i is
+
+`Σ_{j<i} M_ij - Σ_{j>i} M_ji + e_i dy_i·(S C_i) - m_i`, M_ij = Δ_j L_ij (C_i·B_j) (dy_i·x_j),
+
+m_j = Δ_j l_j x_j·(dS B_j), and at the last token also Σ m_j + the decay of S times S·dS. A diagonal
+term would only cancel, so none is taken.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from brickwork.kernels.ssd_scan_triton_forward import (
+    exponentials,
+    product,
+    put,
+    sigmoid,
+    take,
+    tokens,
+)
+
+
+@triton.jit(do_not_specialize=["T", "chunks", "chunk"])
+def ssd_input_gradients(
+    dy,
+    x,
+    B,
+    D,
+    steps,
+    high,
+    low,
+    runs,
+    last_run,
+    pairs,
+    carries,
+    dx,
+    dD,
+    direct,
+    left,
+    leaving,
+    T,
+    H,
+    P,
+    N,
+    K,
+    chunks,
+    chunk,
+    dy_b,
+    dy_t,
+    dy_h,
+    x_b,
+    x_t,
+    x_h,
+    B_b,
+    B_t,
+    B_g,
+    D_h,
+    D_p,
+    dx_b,
+    dx_t,
+    dx_h,
+    Q: tl.constexpr,
+    ROWS: tl.constexpr,
+    BP: tl.constexpr,
+    BN: tl.constexpr,
+    HAS_RUNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (chunk, tile of tokens, head; tile of P): dx, a tile's share of dD, and per token,
+    summed over the tile of P: `direct`, the gradient of Δ but for the exponents, and `left`, what
+    the exponent's has below zero; per program `leaving`, the sum of m."""
+    index = tl.program_id(0).to(tl.int64)
+    h, index = index % H, index // H
+    tile, index = (index % (Q // ROWS)).to(tl.int32), index // (Q // ROWS)
+    b, c = index // chunks, index % chunks
+    first = c * chunk
+    rows, columns = tile * ROWS + tl.arange(0, ROWS), tl.program_id(1) * BP + tl.arange(0, BP)
+    inside, real, run = tokens(runs, index, rows, first, chunk, T, Q, HAS_RUNS)
+    last = 0
+    if HAS_RUNS:
+        last = tl.load(last_run + index)
+    row = ((b * H + h) * chunks + c) * Q
+    sums, lost = tl.load(high + row + rows), tl.load(low + row + rows)
+    step = tl.load(steps + row + rows)
+    end_high, end_low = tl.load(high + row + Q - 1), tl.load(low + row + Q - 1)
+    from_dy = dy + b * dy_b + first * dy_t + h * dy_h
+    from_B = B + b * B_b + first * B_t + (h // K) * B_g
+    from_pairs = pairs + (index * (H // K) + h // K) * Q * Q
+    from_carry = carries + (index * H + h) * P * N
+
+    outward = tl.zeros([ROWS, BP], tl.float32)
+    for n in range(0, N, BN):
+        at = n + tl.arange(0, BN)
+        vector = take(from_B, rows, B_t, at, real, N)
+        carry = take(from_carry, columns, N, at, columns < P, N)
+        outward = product(vector, tl.trans(carry), outward, PRECISION)
+    weight = exponentials((end_high - sums) + (end_low - lost), real & (run == last))
+    outward *= weight[:, None]
+    within = tl.zeros([ROWS, BP], tl.float32)
+    for i in range(tile * ROWS, Q, ROWS):
+        after = i + tl.arange(0, ROWS)
+        _, real_i, run_i = tokens(runs, index, after, first, chunk, T, Q, HAS_RUNS)
+        exponent = tl.load(high + row + after)[None, :] - sums[:, None]
+        exponent += tl.load(low + row + after)[None, :] - lost[:, None]
+        allowed = (run[:, None] == run_i[None, :]) & (rows[:, None] < after[None, :])
+        decay = exponentials(exponent, allowed & real_i[None, :])
+        decay *= tl.load(from_pairs + after[None, :] * Q + rows[:, None])
+        upstream = take(from_dy, after, dy_t, columns, real_i, P)
+        within = product(decay, upstream, within, PRECISION)
+
+    value = take(x + b * x_b + first * x_t + h * x_h, rows, x_t, columns, real, P).to(tl.float32)
+    upstream = take(from_dy, rows, dy_t, columns, real, P).to(tl.float32)
+    m = step * tl.sum(value * outward, 1)
+    own = tl.load(from_pairs + rows * Q + rows)[:, None] * upstream
+    below = m + step * tl.sum(value * within, 1)
+    push = outward + within + own
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    at = row * parts + part * Q + rows
+    tl.store(direct + at, tl.sum(value * push, 1))
+    tl.store(left + at, below)
+    at = ((row // Q) * (Q // ROWS) + tile) * parts + part
+    tl.store(leaving + at, tl.sum(m, 0))
+    push *= step[:, None]
+    if D is not None:
+        skip = tl.load(D + h * D_h + columns * D_p, columns < P, other=0.0).to(tl.float32)
+        push += skip[None, :] * upstream
+        at = (index * (Q // ROWS) + tile) * H + h
+        tl.store(dD + at * P + columns, tl.sum(upstream * value, 0), columns < P)
+    to_dx = dx + b * dx_b + first * dx_t + h * dx_h
+    put(to_dx, rows, dx_t, columns, inside, P, tl.where(real[:, None], push, 0.0))
+
+
+@triton.jit(do_not_specialize=["T", "chunks", "chunk"])
+def ssd_pair_gradients(
+    dy,
+    x,
+    steps,
+    high,
+    low,
+    runs,
+    pairs,
+    dpairs,
+    right,
+    T,
+    H,
+    P,
+    K,
+    chunks,
+    chunk,
+    splits,
+    dy_b,
+    dy_t,
+    dy_h,
+    x_b,
+    x_t,
+    x_h,
+    Q: tl.constexpr,
+    ROWS: tl.constexpr,
+    BP: tl.constexpr,
+    HAS_RUNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (split of a group's heads, chunk, group; tile of tokens i; of tokens j): the gradient
+    of C_i · B_j summed over the heads, and per head `right`, Σ M_ij over the tile's j."""
+    tile_i, tile_j = tl.program_id(1), tl.program_id(2)
+    if tile_j > tile_i:
+        return
+    index = tl.program_id(0).to(tl.int64)
+    here = index * Q * Q
+    G = H // K
+    g, index = index % G, index // G
+    per_split = tl.num_programs(0) // (splits * G)
+    split, index = index // per_split, index % per_split
+    b, c = index // chunks, index % chunks
+    first = c * chunk
+    rows_i, rows_j = tile_i * ROWS + tl.arange(0, ROWS), tile_j * ROWS + tl.arange(0, ROWS)
+    _, real_i, run_i = tokens(runs, index, rows_i, first, chunk, T, Q, HAS_RUNS)
+    _, real_j, run_j = tokens(runs, index, rows_j, first, chunk, T, Q, HAS_RUNS)
+    allowed = (run_i[:, None] == run_j[None, :]) & (rows_i[:, None] >= rows_j[None, :])
+    allowed = allowed & real_j[None, :]
+    at_pairs = rows_i[:, None] * Q + rows_j[None, :]
+    pair = tl.load(pairs + (index * G + g) * Q * Q + at_pairs)
+    pair = tl.where(rows_i[:, None] == rows_j[None, :], 0.0, pair)
+    total = tl.zeros([ROWS, ROWS], tl.float32)
+    each = (K + splits - 1) // splits
+    for k in range(split * each, tl.minimum(split * each + each, K)):
+        h = g * K + k
+        row = ((b * H + h) * chunks + c) * Q
+        from_dy = dy + b * dy_b + first * dy_t + h * dy_h
+        from_x = x + b * x_b + first * x_t + h * x_h
+        dots = tl.zeros([ROWS, ROWS], tl.float32)
+        for p in range(0, P, BP):
+            columns = p + tl.arange(0, BP)
+            upstream = take(from_dy, rows_i, dy_t, columns, real_i, P)
+            value = take(from_x, rows_j, x_t, columns, real_j, P)
+            dots = product(upstream, tl.trans(value), dots, PRECISION)
+        exponent = tl.load(high + row + rows_i)[:, None] - tl.load(high + row + rows_j)[None, :]
+        exponent += tl.load(low + row + rows_i)[:, None] - tl.load(low + row + rows_j)[None, :]
+        dots *= exponentials(exponent, allowed) * tl.load(steps + row + rows_j)[None, :]
+        total += dots
+        at = (row // Q * (Q // ROWS) + tile_j) * Q + rows_i
+        tl.store(right + at, tl.sum(dots * pair, 1))
+    tl.store(dpairs + here + at_pairs, total)
+
+
+@triton.jit(do_not_specialize=["T", "chunks", "chunk"])
+def ssd_vector_gradients(
+    values,
+    own,
+    other,
+    steps,
+    high,
+    low,
+    runs,
+    last_run,
+    dpairs,
+    states,
+    out,
+    entering,
+    T,
+    H,
+    P,
+    N,
+    K,
+    chunks,
+    chunk,
+    splits,
+    values_b,
+    values_t,
+    values_h,
+    own_b,
+    own_t,
+    own_g,
+    other_b,
+    other_t,
+    other_g,
+    out_s,
+    out_b,
+    out_t,
+    out_g,
+    Q: tl.constexpr,
+    ROWS: tl.constexpr,
+    BP: tl.constexpr,
+    BN: tl.constexpr,
+    HAS_RUNS: tl.constexpr,
+    OF_C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (split of a group's heads, chunk, group; tile of tokens; tile of N): the gradient of
+    C, of values dy, own C, other B and the states before the chunks, with per head `entering`, the
+    tile's part of e_i dy_i·(S C_i); else that of B, of values x, own B, other C and the carries."""
+    index = tl.program_id(0).to(tl.int64)
+    G = H // K
+    g, index = index % G, index // G
+    per_split = tl.num_programs(0) // (splits * G)
+    split, index = index // per_split, index % per_split
+    b, c = index // chunks, index % chunks
+    first = c * chunk
+    tile = tl.program_id(1)
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(2) * BN + tl.arange(0, BN)
+    inside, real, run = tokens(runs, index, rows, first, chunk, T, Q, HAS_RUNS)
+    last = 0
+    if HAS_RUNS:
+        last = tl.load(last_run + index)
+    total = tl.zeros([ROWS, BN], tl.float32)
+    if OF_C:
+        low_j, high_j = 0, (tile + 1) * ROWS
+        vector = take(
+            own + b * own_b + first * own_t + g * own_g, rows, own_t, columns, real, N
+        ).to(tl.float32)
+    else:
+        low_j, high_j = tile * ROWS, Q
+    if split > 0:  # the product with the others is the first split's
+        high_j = low_j
+    from_other = other + b * other_b + first * other_t + g * other_g
+    from_pairs = dpairs + (index * G + g) * Q * Q
+    for j in range(low_j, high_j, ROWS):
+        others = j + tl.arange(0, ROWS)
+        _, real_j, _ = tokens(runs, index, others, first, chunk, T, Q, HAS_RUNS)
+        if OF_C:
+            weight = tl.load(from_pairs + rows[:, None] * Q + others[None, :])
+        else:
+            weight = tl.load(from_pairs + others[None, :] * Q + rows[:, None])
+        total = product(
+            weight, take(from_other, others, other_t, columns, real_j, N), total, PRECISION
+        )
+    each = (K + splits - 1) // splits
+    for k in range(split * each, tl.minimum(split * each + each, K)):
+        h = g * K + k
+        row = ((b * H + h) * chunks + c) * Q
+        from_values = values + b * values_b + first * values_t + h * values_h
+        from_state = states + (index * H + h) * P * N
+        added = tl.zeros([ROWS, BN], tl.float32)
+        for p in range(0, P, BP):
+            at = p + tl.arange(0, BP)
+            value = take(from_values, rows, values_t, at, real, P)
+            state = take(from_state, at, N, columns, at < P, N)
+            added = product(value, state, added, PRECISION)
+        sums, lost = tl.load(high + row + rows), tl.load(low + row + rows)
+        if OF_C:
+            weight = exponentials(sums + lost, run == 0)
+        else:
+            end_high, end_low = tl.load(high + row + Q - 1), tl.load(low + row + Q - 1)
+            weight = exponentials((end_high - sums) + (end_low - lost), real & (run == last))
+            weight *= tl.load(steps + row + rows)
+        added *= weight[:, None]
+        total += added
+        if OF_C:
+            at = row * tl.num_programs(2) + tl.program_id(2) * Q + rows
+            tl.store(entering + at, tl.sum(added * vector, 1))
+    to_out = out + split * out_s + b * out_b + first * out_t + g * out_g
+    put(to_out, rows, out_t, columns, inside, N, tl.where(real[:, None], total, 0.0))
+
+
+@triton.jit(do_not_specialize=["T", "chunks", "chunk"])
+def ssd_step_gradients(
+    delta,
+    A,
+    bias,
+    steps,
+    through,
+    runs,
+    direct,
+    left,
+    leaving,
+    inner,
+    right,
+    entering,
+    ddelta,
+    dA,
+    dbias,
+    T,
+    H,
+    chunks,
+    chunk,
+    parts_p,
+    parts_n,
+    parts_inner,
+    delta_b,
+    delta_t,
+    delta_h,
+    ddelta_b,
+    ddelta_t,
+    ddelta_h,
+    Q: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HAS_RUNS: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+):
+    """Program (chunk, block of heads): the gradient of delta, and the chunk's shares in those of A
+    and of the bias, (B, chunks, H)."""
+    index = tl.program_id(0).to(tl.int64)
+    b, c = index // chunks, index % chunks
+    rows = tl.arange(0, Q)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    known = heads < H
+    first = c * chunk
+    inside, real, _ = tokens(runs, index, rows, first, chunk, T, Q, HAS_RUNS)
+    at_chunk = (b * H + heads) * chunks + c
+    known_2d = known[None, :] & real[:, None]
+    gradient = tl.zeros([Q, HEADS], tl.float32)
+    step_gradient = tl.zeros([Q, HEADS], tl.float32)
+    for part in range(parts_p):
+        at = (at_chunk * parts_p + part)[None, :] * Q + rows[:, None]
+        gradient -= tl.load(left + at, known_2d, other=0.0)
+        step_gradient += tl.load(direct + at, known_2d, other=0.0)
+    for part in range(parts_n):
+        at = (at_chunk * parts_n + part)[None, :] * Q + rows[:, None]
+        gradient += tl.load(entering + at, known_2d, other=0.0)
+    for part in range(Q // ROWS):
+        at = (at_chunk * (Q // ROWS) + part)[None, :] * Q + rows[:, None]
+        gradient += tl.load(right + at, known_2d & (rows >= part * ROWS)[:, None], other=0.0)
+    to_end = tl.zeros([HEADS], tl.float32)
+    for part in range(parts_inner):
+        to_end += tl.load(inner + at_chunk * parts_inner + part, known, other=0.0)
+    to_end *= tl.load(through + at_chunk, known, other=0.0)
+    for part in range(parts_p * (Q // ROWS)):
+        at = at_chunk * parts_p * (Q // ROWS) + part
+        to_end += tl.load(leaving + at, known, other=0.0)
+
+    exponent = tl.cumsum(gradient, 0, reverse=True) + to_end[None, :]
+    at = at_chunk[None, :] * Q + rows[:, None]
+    step = tl.load(steps + at, known[None, :], other=0.0)
+    rate = tl.load(A + heads, known, other=0.0).to(tl.float32)
+    step_gradient += exponent * rate[None, :]
+    tl.store(dA + index * H + heads, tl.sum(exponent * step, 0), known)
+    if SOFTPLUS:
+        at = (
+            delta
+            + b * delta_b
+            + first * delta_t
+            + rows[:, None] * delta_t
+            + heads[None, :] * delta_h
+        )
+        raw = tl.load(at, known_2d, other=0.0).to(tl.float32)
+        if bias is not None:
+            raw += tl.load(bias + heads, known, other=0.0).to(tl.float32)[None, :]
+        step_gradient *= sigmoid(raw)
+    step_gradient = tl.where(real[:, None], step_gradient, 0.0)
+    if bias is not None:
+        tl.store(dbias + index * H + heads, tl.sum(step_gradient, 0), known)
+    at = ddelta + b * ddelta_b + first * ddelta_t
+    at += rows[:, None] * ddelta_t + heads[None, :] * ddelta_h
+    tl.store(at, step_gradient.to(ddelta.dtype.element_ty), known[None, :] & inside[:, None])

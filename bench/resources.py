@@ -70,7 +70,7 @@ def configurations(module: str) -> Iterator[Configuration]:
 
 def warps(configuration: Configuration, chip: str) -> int:
     """As many as a launch on this chip takes."""
-    halved = configuration.launch_warps and CHIPS[chip].backend == "hip"
+    halved = configuration.launch_options and CHIPS[chip].backend == "hip"
     return max(configuration.num_warps // 2, 1) if halved else configuration.num_warps
 
 
@@ -91,6 +91,8 @@ def measure(configuration: Configuration, chip: str) -> Resources:
         fn=kernel, signature=signature, constexprs=configuration.constants, attrs=aligned
     )
     options = {"num_warps": warps(configuration, chip), "num_stages": configuration.num_stages}
+    if configuration.registers and target.backend == "cuda":
+        options["maxnreg"] = configuration.registers
     compiled = triton.compile(source, target=target, options=options)
     of_chip = _amd if target.backend == "hip" else _nvidia
     return of_chip(compiled, re.compile(MATRIX[chip]))

@@ -70,7 +70,7 @@ def configurations(module: str) -> Iterator[Configuration]:
 
 def warps(configuration: Configuration, chip: str) -> int:
     """As many as a launch on this chip takes."""
-    halved = configuration.launch_options and CHIPS[chip].backend == "hip"
+    halved = configuration.launch_warps and CHIPS[chip].backend == "hip"
     return max(configuration.num_warps // 2, 1) if halved else configuration.num_warps
 
 

@@ -116,13 +116,17 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def launch_warps(warps: int) -> int:
+    """The `num_warps` that gives as many threads as `warps` of 32: half of it on AMD."""
+    return warps if torch.version.hip is None else max(warps // 2, 1)
+
+
 def launch_options(warps: int, *, stages: int = 1, registers: int | None = None) -> dict[str, int]:
     """Options of a launch with as many threads as `warps` of 32 (AMD's have 64), of at most
     `registers` each (on NVIDIA; its compiler would rather spill a few than have fewer programs)."""
-    if torch.version.hip is not None:
-        return {"num_warps": max(warps // 2, 1), "num_stages": stages}
-    options = {"num_warps": warps, "num_stages": stages}
-    return options if registers is None else {**options, "maxnreg": registers}
+    options = {"num_warps": launch_warps(warps), "num_stages": stages}
+    limited = registers is not None and torch.version.hip is None
+    return {**options, "maxnreg": registers} if limited else options
 
 
 class Configuration(NamedTuple):
@@ -140,7 +144,7 @@ class Configuration(NamedTuple):
     num_warps: int = 4
     num_stages: int = 3
     registers: int | None = None  # a limit, on NVIDIA
-    launch_options: bool = False  # whether a launch passes them through `launch_options`
+    launch_warps: bool = False  # whether a launch takes `launch_warps(num_warps)`
     wide_loads: bool = False  # all loads but `narrow_loads` of them must be of 128 bits
     narrow_loads: int = 0  # loads of single values, in the text of the compiled program
     matrix: bool = False  # the chip's matrix instructions must be used

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,10 +76,29 @@ def add_norm(
     if residual_dtype is None or x.dtype == torch.float64:
         residual_dtype = x.dtype
     check_one_of("residual_dtype", residual_dtype, (x.dtype, torch.float32, torch.float64))
-    choose("add_norm", backend)
-    return add_norm_reference(
-        x, residual, weight, bias, kind=kind, eps=eps, cast=cast, residual_dtype=residual_dtype
+    tensors = (x, residual, weight, bias)
+    options: dict[str, Any] = {
+        "kind": kind,
+        "eps": eps,
+        "cast": cast,
+        "residual_dtype": residual_dtype,
+    }
+    chosen = choose(
+        "add_norm", backend, triton=lambda: _why_not_triton(*tensors, residual_dtype=residual_dtype)
     )
+    if chosen == "triton":
+        from brickwork.kernels.add_norm_triton import add_norm_triton
+
+        return AddNormOutput(*add_norm_triton(*tensors, **options))
+    return add_norm_reference(*tensors, **options)
+
+
+def _why_not_triton(*tensors: Tensor | None, residual_dtype: torch.dtype) -> str | None:
+    from brickwork.kernels.triton_support import why_not
+
+    if residual_dtype == torch.float64:
+        return "it has no float64"
+    return why_not(*tensors)
 
 
 def add_norm_reference(

@@ -44,7 +44,11 @@ def rms_norm(
     check_shapes(x=(x, "... C"), weight=(weight, "C"))
     check_one_of("cast", cast, ("once", "before_weight"))
     check_eps(eps)
-    choose("rms_norm", backend)
+    chosen = choose("rms_norm", backend, triton=lambda: _why_not_triton(x, weight))
+    if chosen == "triton":
+        from brickwork.kernels.rms_norm_triton import rms_norm_triton
+
+        return rms_norm_triton(x, weight, eps=eps, cast=cast)
     return rms_norm_reference(x, weight, eps=eps, cast=cast)
 
 
@@ -59,6 +63,12 @@ def rms_norm_reference(
         if cast == "before_weight":
             y = y.to(x.dtype).to(dtype)
         return (y * weight.to(dtype)).to(x.dtype)
+
+
+def _why_not_triton(x: Tensor, weight: Tensor) -> str | None:
+    from brickwork.kernels.triton_support import why_not
+
+    return why_not(x, weight)
 
 
 def check_eps(eps: float) -> None:

@@ -19,7 +19,8 @@ class BiMamba(nn.Module):
     """Two Mamba mixers, one reading forwards and one backwards.
 
     `y = combine(fwd(x), flip(rev(flip(x))))`, the sum or the element-wise product. Nothing is
-    flipped: the reverse mixer's convolution and scan run from right to left. With `tie`, both
+    flipped: the reverse mixer's convolution and scan run from right to left, both mixers' scans in
+    one call where a backend can (tied `Mamba1` with `"add"`, compiled). With `tie`, both
     share `in_proj` and `out_proj` and nothing else: modules of `mamba_fwd`, also reached through
     `mamba_rev`. A tied in_proj is applied once, and with `"add"` so is out_proj, to the sum (its
     bias counts twice). A module put in the place of either serves both directions; it must be
@@ -114,15 +115,16 @@ class BiMamba(nn.Module):
         mask = check_mask(mask, (x.shape[0], x.shape[1]))
         fwd, rev = self.mamba_fwd, self.mamba_rev
         parts = fwd.split(fwd.in_proj(x))
+        bias = fwd.out_proj.bias
+        if self.tie and self.combine == "add":
+            y = fwd.out_proj(fwd.mix_both(rev, parts, mask=mask, seq_ids=seq_ids))
+            y = y if bias is None else y + bias
+            return zero_padding(y, mask, bias)
         y_fwd = fwd.mix(parts, mask=mask, seq_ids=seq_ids)
         if not self.tie:
             parts = rev.split(rev.in_proj(x))
         y_rev = rev.mix(parts, mask=mask, seq_ids=seq_ids, reverse=True)
-        bias = fwd.out_proj.bias
-        if self.tie and self.combine == "add":
-            y = fwd.out_proj(y_fwd + y_rev)
-            y = y if bias is None else y + bias
-        elif self.combine == "add":
+        if self.combine == "add":
             y = fwd.out_proj(y_fwd) + rev.out_proj(y_rev)
         else:
             y = fwd.out_proj(y_fwd) * rev.out_proj(y_rev)

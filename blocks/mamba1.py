@@ -19,6 +19,7 @@ from brickwork.blocks.mamba_mixer import (
     check_sizes,
     decay_rates,
 )
+from brickwork.kernels.bidirectional_scan import ScanInputs, bidirectional_scan
 from brickwork.kernels.causal_conv1d import causal_conv1d
 from brickwork.kernels.selective_scan import selective_scan
 
@@ -113,7 +114,49 @@ class Mamba1(MambaMixer):
         reverse: bool = False,
         state: MambaState | None = None,
     ) -> Tensor:
+        inputs, conv_state = self._scan_inputs(parts[0], mask, seq_ids, reverse, state)
+        scan = selective_scan(
+            *inputs[:5],
+            D=inputs.D,
+            z=parts[1],
+            delta_bias=inputs.delta_bias,
+            softplus=True,
+            reverse=reverse,
+            mask=mask,
+            seq_ids=seq_ids,
+            initial_state=None if state is None else state.scan,
+        )
+        if state is not None:
+            state.update(conv_state, scan.final_state, reverse)
+        return scan.y
+
+    def mix_both(
+        self,
+        backward: MambaMixer,
+        parts: tuple[Tensor, ...],
+        *,
+        mask: Tensor | None = None,
+        seq_ids: Tensor | None = None,
+    ) -> Tensor:
+        if type(self).mix is not Mamba1.mix or type(backward).mix is not Mamba1.mix:
+            return super().mix_both(backward, parts, mask=mask, seq_ids=seq_ids)
+        assert isinstance(backward, Mamba1)
         x, z = parts
+        sides = (
+            self._scan_inputs(x, mask, seq_ids, False, None)[0],
+            backward._scan_inputs(x, mask, seq_ids, True, None)[0],
+        )
+        return bidirectional_scan(*sides, z=z, softplus=True, mask=mask, seq_ids=seq_ids)
+
+    def _scan_inputs(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        seq_ids: Tensor | None,
+        reverse: bool,
+        state: MambaState | None,
+    ) -> tuple[ScanInputs, Tensor]:
+        """What the scan takes, and the last inputs of the convolution."""
         conv = causal_conv1d(
             x,
             self.conv1d.weight[:, 0],
@@ -126,24 +169,10 @@ class Mamba1(MambaMixer):
         )
         sizes = [self.dt_rank, self.d_state, self.d_state]
         dt, B, C = self.x_proj(conv.y).split(sizes, -1)
-        scan = selective_scan(
-            conv.y,
-            self.dt_proj(dt),
-            decay_rates(self.A_log),
-            B,
-            C,
-            D=self.D,
-            z=z,
-            delta_bias=self.dt_proj.bias,
-            softplus=True,
-            reverse=reverse,
-            mask=mask,
-            seq_ids=seq_ids,
-            initial_state=None if state is None else state.scan,
-        )
-        if state is not None:
-            state.update(conv.final_state, scan.final_state, reverse)
-        return scan.y
+        rates = decay_rates(self.A_log)
+        step_bias = self.dt_proj.bias
+        inputs = ScanInputs(conv.y, self.dt_proj(dt), rates, B, C, self.D, step_bias)
+        return inputs, conv.final_state
 
     def extra_repr(self) -> str:
         return f"{self.dim}, d_state={self.d_state}, dt_rank={self.dt_rank}"

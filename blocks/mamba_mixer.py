@@ -195,6 +195,18 @@ class MambaMixer(nn.Module):
         out."""
         raise NotImplementedError
 
+    def mix_both(
+        self,
+        backward: MambaMixer,
+        parts: tuple[Tensor, ...],
+        *,
+        mask: Tensor | None = None,
+        seq_ids: Tensor | None = None,
+    ) -> Tensor:
+        """This mixer's `mix` plus `backward`'s from right to left, of the same parts."""
+        y = self.mix(parts, mask=mask, seq_ids=seq_ids)
+        return y + backward.mix(parts, mask=mask, seq_ids=seq_ids, reverse=True)
+
     def reset_parameters(self) -> None:
         """Draw every parameter anew."""
         raise NotImplementedError

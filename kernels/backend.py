@@ -38,6 +38,7 @@ OPS = (
     "experts",
     "causal_conv1d",
     "selective_scan",
+    "bidirectional_scan",
     "ssd_scan",
     "cross_entropy",
 )

@@ -9,6 +9,9 @@
 // decays and decayed states of a block again, then walks back. Gradients of B and C sum over
 // channels: each tile writes its share of the chunk, and the shares are added in the order of the
 // tiles, whatever the number of threads.
+//
+// Two scans of the same sizes, one in each direction, may run as one: a task then does its tile in
+// both, and y and dz are the sums, which the second adds while the tile's share is in the cache.
 
 #include <algorithm>
 
@@ -18,13 +21,15 @@ using namespace brickwork;
 
 namespace {
 
-constexpr int BLOCK = 4;  // states in registers at a time
+constexpr int BLOCK = 4;        // states in registers at a time
+constexpr int SHARE_ROWS = 8;   // steps whose shares one task adds up
 
 }  // namespace
 
 // Its twin is `_Scan` in selective_scan_cpu.py: the same fields in the same order.
 struct Scan {
   int64_t batch, tokens, channels, groups, state, chunk, tile, threads, softplus, reverse;
+  int64_t accumulate;  // add to y and dz instead of setting them
   // Inputs. mask and starts are bytes; any of D, z, delta_bias, mask, starts, initial may be absent.
   Array x, delta, A, B, C, D, z, delta_bias, mask, starts, initial;
   Array y, final_state;  // results of forward
@@ -139,7 +144,7 @@ class Tile {
             const V z = gates[s];
             result *= z * logistic<T>(z, exp_minus_magnitude<T>(z));
           }
-          results.set(s, result);
+          results.set(s, p.accumulate ? results[s] + result : result);
         }
       }
     }
@@ -210,7 +215,7 @@ class Tile {
         if (!real(s)) dx = ddelta = V{};
         dx_v.set(s, dx);
         ddelta_v.set(s, ddelta);
-        if (dz_v.origin) dz_v.set(s, dz[i] * y[i]);
+        if (dz_v.origin) dz_v.set(s, p.accumulate ? dz_v[s] + dz[i] * y[i] : dz[i] * y[i]);
         dD += g[i] * x[i];
         dbias += ddelta;
       }
@@ -412,38 +417,48 @@ class Tile {
   }
 };
 
+// Gradients of B and C of one chunk, from the shares of the tiles.
 template <class T>
-void forward(const Scan& p) {
-  parallel(Tile<T>::tasks(p), p.threads,
-           [&](int64_t slot, int64_t task) { Tile<T>(p, slot, task).forward(); });
+void gather_shares(const Scan& p, int64_t chunk, int64_t part, int64_t parts) {
+  const int64_t tiles = Tile<T>::tiles_per_group(p);
+  const int64_t begin = chunk * p.chunk, steps = std::min(p.chunk, p.tokens - begin);
+  const int64_t owner = part / parts, batch = owner / p.groups, group = owner % p.groups;
+  const int64_t last = std::min(steps, (part % parts + 1) * SHARE_ROWS);
+  for (int64_t s = part % parts * SHARE_ROWS; s < last; ++s) {
+    const int64_t token = p.reverse ? p.tokens - 1 - begin - s : begin + s;
+    T *dB = p.dB.at<T>(batch, token, group), *dC = p.dC.at<T>(batch, token, group);
+    std::fill(dB, dB + p.state, T(0));
+    std::fill(dC, dC + p.state, T(0));
+    if (p.mask && !*p.mask.at<uint8_t>(batch, token)) continue;
+    for (int64_t tile = owner * tiles; tile < (owner + 1) * tiles; ++tile) {
+      const T *share_B = p.shares.at<T>(0, tile, s), *share_C = p.shares.at<T>(1, tile, s);
+      for (int64_t n = 0; n < p.state; ++n) {
+        dB[n] += share_B[n];
+        dC[n] += share_C[n];
+      }
+    }
+  }
 }
 
 template <class T>
-void backward(const Scan& p) {
-  const int64_t tiles = Tile<T>::tiles_per_group(p);
-  constexpr int64_t ROWS = 8;  // steps whose shares one task adds up
+void forward(const Scan* scans, int64_t count) {
+  parallel(Tile<T>::tasks(*scans), scans->threads, [&](int64_t slot, int64_t task) {
+    for (int64_t i = 0; i < count; ++i) Tile<T>(scans[i], slot, task).forward();
+  });
+}
+
+template <class T>
+void backward(const Scan* scans, int64_t count) {
+  const Scan& p = *scans;
+  const int64_t tasks = Tile<T>::tasks(p);
   for (int64_t chunk = (p.tokens + p.chunk - 1) / p.chunk - 1; chunk >= 0; --chunk) {
-    parallel(Tile<T>::tasks(p), p.threads,
-             [&](int64_t slot, int64_t task) { Tile<T>(p, slot, task).backward(chunk); });
-    const int64_t begin = chunk * p.chunk, steps = std::min(p.chunk, p.tokens - begin);
-    const int64_t parts = (steps + ROWS - 1) / ROWS;
-    parallel(p.batch * p.groups * parts, p.threads, [&](int64_t, int64_t task) {
-      const int64_t owner = task / parts, batch = owner / p.groups, group = owner % p.groups;
-      const int64_t last = std::min(steps, (task % parts + 1) * ROWS);
-      for (int64_t s = task % parts * ROWS; s < last; ++s) {
-        const int64_t token = p.reverse ? p.tokens - 1 - begin - s : begin + s;
-        T *dB = p.dB.at<T>(batch, token, group), *dC = p.dC.at<T>(batch, token, group);
-        std::fill(dB, dB + p.state, T(0));
-        std::fill(dC, dC + p.state, T(0));
-        if (p.mask && !*p.mask.at<uint8_t>(batch, token)) continue;
-        for (int64_t tile = owner * tiles; tile < (owner + 1) * tiles; ++tile) {
-          const T *share_B = p.shares.at<T>(0, tile, s), *share_C = p.shares.at<T>(1, tile, s);
-          for (int64_t n = 0; n < p.state; ++n) {
-            dB[n] += share_B[n];
-            dC[n] += share_C[n];
-          }
-        }
-      }
+    parallel(tasks, p.threads, [&](int64_t slot, int64_t task) {
+      for (int64_t i = 0; i < count; ++i) Tile<T>(scans[i], slot, task).backward(chunk);
+    });
+    const int64_t steps = std::min(p.chunk, p.tokens - chunk * p.chunk);
+    const int64_t parts = (steps + SHARE_ROWS - 1) / SHARE_ROWS, each = p.batch * p.groups * parts;
+    parallel(count * each, p.threads, [&](int64_t, int64_t part) {
+      gather_shares<T>(scans[part / each], chunk, part % each, parts);
     });
   }
 }
@@ -454,8 +469,9 @@ extern "C" {
 int64_t brickwork_scan_scratch(const Scan* scan) {
   return std::max(Tile<float>::scratch(*scan), Tile<double>::scratch(*scan));
 }
-void brickwork_scan_forward_float32(const Scan* scan) { forward<float>(*scan); }
-void brickwork_scan_forward_float64(const Scan* scan) { forward<double>(*scan); }
-void brickwork_scan_backward_float32(const Scan* scan) { backward<float>(*scan); }
-void brickwork_scan_backward_float64(const Scan* scan) { backward<double>(*scan); }
+// `count` scans of the same sizes at once, one or two, beside each other in memory.
+void brickwork_scan_forward_float32(const Scan* scans, int64_t count) { forward<float>(scans, count); }
+void brickwork_scan_forward_float64(const Scan* scans, int64_t count) { forward<double>(scans, count); }
+void brickwork_scan_backward_float32(const Scan* scans, int64_t count) { backward<float>(scans, count); }
+void brickwork_scan_backward_float64(const Scan* scans, int64_t count) { backward<double>(scans, count); }
 }

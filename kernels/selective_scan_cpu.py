@@ -81,12 +81,11 @@ def _forward(
         if initial_state is None:
             return y, final_state.zero_(), states
         return y, final_state.copy_(initial_state), states
-    scan = _scan(
+    scan = scan_of(
         x, delta, A, B, C, D, z, delta_bias, initial_state, mask, starts, softplus, reverse
     )
-    scan.y, scan.final_state = array(y), array(final_state)
-    scan.states = array(states) if keep else Array()
-    _run("forward", scan, x)
+    set_results(scan, y, final_state, states)
+    run("forward", [scan], x.dtype)
     return y, final_state, states
 
 
@@ -117,34 +116,28 @@ def _backward(
         for grad in (dA, dB, dC, dD, ddelta_bias):
             grad.zero_()
         return grads
-    scan = _scan(
+    scan = scan_of(
         x, delta, A, B, C, D, z, delta_bias, initial_state, mask, starts, softplus, reverse
     )
-    rows, (channels, state), groups = x.shape[0], A.shape, B.shape[2]
-    tasks = rows * groups * -(-(channels // groups) // scan.tile)
-    sums = torch.zeros(rows, state + 2, channels, dtype=x.dtype)
-    shares = torch.empty(2, tasks, scan.chunk, state, dtype=x.dtype)
-    scan.states, scan.dstate, scan.sums, scan.shares = map(array, (states, dstate, sums, shares))
-    scan.dy, scan.dz = array(dy), array(None if z is None else dz)
-    scan.dx, scan.ddelta, scan.dB, scan.dC = map(array, (dx, ddelta, dB, dC))
-    _run("backward", scan, x)
-    for row in sums[1:]:  # one after the other: the order of a sum must not depend on threads
-        sums[0] += row
-    dA.copy_(sums[0, :state].mT)
-    dD.copy_(sums[0, state])
-    ddelta_bias.copy_(sums[0, state + 1])
+    scan.dz = array(None if z is None else dz)
+    sums, _shares = set_gradients(scan, dy, states, (dx, ddelta, dB, dC), dstate)
+    run("backward", [scan], x.dtype)
+    add_rows(sums, dA, dD, ddelta_bias)
     return grads
 
 
 def _empty_results(x: Tensor, A: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+    rows, _, channels = x.shape
+    like: Any = {"dtype": x.dtype, "device": x.device}
+    final_state = torch.empty(rows, channels, A.shape[1], **like)
+    return torch.empty(x.shape, **like), final_state, empty_states(x, A, keep)
+
+
+def empty_states(x: Tensor, A: Tensor, keep: bool) -> Tensor:
+    """Room for the states where a chunk starts, (B, chunks, N, E), or for none."""
     (rows, tokens, channels), state = x.shape, A.shape[1]
     chunks = -(-tokens // _chunk(state)) if keep else 0
-    like: Any = {"dtype": x.dtype, "device": x.device}
-    return (
-        torch.empty(x.shape, **like),
-        torch.empty(rows, channels, state, **like),
-        torch.empty(rows, chunks, state, channels, **like),
-    )
+    return torch.empty(rows, chunks, state, channels, dtype=x.dtype, device=x.device)
 
 
 def _empty_gradients(
@@ -217,7 +210,7 @@ torch.library.register_autograd("brickwork::selective_scan_cpu_backward", _refus
 _ops = torch.ops.brickwork
 
 
-_SIZES = "batch tokens channels groups state chunk tile threads softplus reverse"
+_SIZES = "batch tokens channels groups state chunk tile threads softplus reverse accumulate"
 _ARRAYS = (
     "x delta A B C D z delta_bias mask starts initial y final_state states scratch "
     "dy dx ddelta dB dC dz dstate sums shares"
@@ -237,7 +230,7 @@ def _chunk(state: int) -> int:
     return min(max(64, 4 * state), 256)
 
 
-def _scan(
+def scan_of(
     x: Tensor,
     delta: Tensor,
     A: Tensor,
@@ -252,6 +245,7 @@ def _scan(
     softplus: bool,
     reverse: bool,
 ) -> Any:
+    """The struct with sizes and inputs; the tensors must outlive it."""
     scan: Any = _Scan()
     scan.batch, scan.tokens, scan.channels = x.shape
     scan.groups, scan.state = B.shape[2:]
@@ -265,11 +259,47 @@ def _scan(
     return scan
 
 
-def _run(direction: str, scan: Any, like: Tensor) -> None:
+def set_results(scan: Any, y: Tensor, final_state: Tensor, states: Tensor) -> None:
+    """Where forward writes; states of no chunk are not kept."""
+    scan.y, scan.final_state = array(y), array(final_state)
+    scan.states = array(states) if states.shape[1] else Array()
+
+
+def set_gradients(
+    scan: Any, dy: Tensor | None, states: Tensor, grads: tuple[Tensor, ...], dstate: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Where backward reads and writes, `grads` being those of x, delta, B and C.
+
+    Returns the sums that `add_rows` takes and the tiles' shares, which must live as long.
+    """
+    like: Any = {"dtype": states.dtype, "device": states.device}
+    tasks = scan.batch * scan.groups * -(-(scan.channels // scan.groups) // scan.tile)
+    sums = torch.zeros(scan.batch, scan.state + 2, scan.channels, **like)
+    shares = torch.empty(2, tasks, scan.chunk, scan.state, **like)
+    scan.states, scan.dy, scan.dstate, scan.sums = map(array, (states, dy, dstate, sums))
+    scan.dx, scan.ddelta, scan.dB, scan.dC = map(array, grads)
+    scan.shares = array(shares)
+    return sums, shares
+
+
+def add_rows(sums: Tensor, dA: Tensor, dD: Tensor, ddelta_bias: Tensor) -> None:
+    """Add up the batch rows' gradients of A, D and delta_bias."""
+    for row in sums[1:]:  # one after the other: the order of a sum must not depend on threads
+        sums[0] += row
+    dA.copy_(sums[0, :-2].mT)
+    dD.copy_(sums[0, -2])
+    ddelta_bias.copy_(sums[0, -1])
+
+
+def run(direction: str, scans: list[Any], dtype: torch.dtype) -> None:
+    """Compute the scans, two of the same sizes as one."""
     library = cpu_extension.load(_LIBRARY)
     library.brickwork_scan_scratch.restype = ctypes.c_int64
-    size = library.brickwork_scan_scratch(ctypes.byref(scan))
-    scratch = torch.empty(scan.threads, size, dtype=torch.uint8)
-    scan.scratch = array(scratch)
-    dtype = {torch.float32: "float32", torch.float64: "float64"}[like.dtype]
-    getattr(library, f"brickwork_scan_{direction}_{dtype}")(ctypes.byref(scan))
+    size = library.brickwork_scan_scratch(ctypes.byref(scans[0]))
+    scratch = torch.empty(scans[0].threads, size, dtype=torch.uint8)
+    together = (_Scan * len(scans))(*scans)
+    for scan in together:
+        scan.scratch = array(scratch)
+    name = {torch.float32: "float32", torch.float64: "float64"}[dtype]
+    run_them = getattr(library, f"brickwork_scan_{direction}_{name}")
+    run_them(together, ctypes.c_int64(len(scans)))

@@ -440,8 +440,8 @@ def test_choice_of_backend():
     p = Problem(1, 5, 3, 2, 1)
     with pytest.MonkeyPatch.context() as patch:
         called = []
-        run = selective_scan_cpu._run
-        patch.setattr(selective_scan_cpu, "_run", lambda *a: (called.append(a[0]), run(*a)))
+        run = selective_scan_cpu.run
+        patch.setattr(selective_scan_cpu, "run", lambda *a: (called.append(a[0]), run(*a)))
         p.scan("auto")(*p.floats)
         assert called == ["forward"]
         with prefer("chunked"):

@@ -11,7 +11,13 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from brickwork.kernels.backend import autocast_off, choose, compute_dtype, why_not_opaque
+from brickwork.kernels.backend import (
+    autocast_off,
+    choose,
+    compute_dtype,
+    unavailable,
+    why_not_opaque,
+)
 from brickwork.kernels.checks import check_flag, check_floating, check_shapes
 from brickwork.kernels.sequences import (
     check_mask,
@@ -97,6 +103,7 @@ def selective_scan(
         torch=lambda: why_not_plain(x),
         cpu=lambda: _why_not_cpu(x),
         mamba_ssm=lambda: _why_not_mamba_ssm(x, delta, A, B, C, **limits),
+        triton=lambda: _why_not_triton(x, delta, A, B, C, D, z, delta_bias, initial_state),
         chunked=why_not_opaque,
     )
     options: dict[str, Any] = {
@@ -121,6 +128,10 @@ def selective_scan(
         from brickwork.kernels.selective_scan_mamba_ssm import selective_scan_mamba_ssm
 
         return SelectiveScanOutput(*selective_scan_mamba_ssm(x, delta, A, B, C, **options))
+    if chosen == "triton":
+        from brickwork.kernels.selective_scan_triton import selective_scan_triton
+
+        return SelectiveScanOutput(*selective_scan_triton(x, delta, A, B, C, **options))
     from brickwork.kernels.selective_scan_chunked import selective_scan_chunked
 
     return SelectiveScanOutput(*selective_scan_chunked(x, delta, A, B, C, **options))
@@ -130,6 +141,14 @@ def _why_not_cpu(x: Tensor) -> str | None:
     from brickwork.kernels.selective_scan_cpu import why_not
 
     return why_not(x)
+
+
+def _why_not_triton(*tensors: Tensor | None) -> str | None:
+    if reason := unavailable("triton.language"):
+        return reason
+    from brickwork.kernels.selective_scan_triton import why_not
+
+    return why_not(*tensors)
 
 
 def _why_not_mamba_ssm(*tensors: Tensor, **options: Any) -> str | None:

@@ -97,6 +97,47 @@ def test_packed_equals_separate(variant):
     assert_close(found, torch.cat([model(r[None]).logits[0] for r in rows]), terms=256)
 
 
+@pytest.mark.parametrize("name", ["mamba1", "mamba2", "multiply", "attention"])
+def test_short_and_long_proteins_batched_packed_and_alone(name):
+    """Proteins of 3, 60 and 2000 residues: every hidden state, and the gradient of every parameter,
+    of random weights on all hidden states and logits; longer than every chunk of every scan."""
+    model = tiny(**VARIANTS[name])
+    batch = tokenize(proteins(3, 60, 2000))
+    lengths = batch.attention_mask.sum(1)
+    rows = [ids[:n] for ids, n in zip(batch.input_ids, lengths)]
+    seq_ids = torch.repeat_interleave(torch.arange(3), lengths)[None]
+
+    def outputs(out):
+        return [*out.hidden_states, out.logits]
+
+    def weighted(parts):
+        generator = torch.Generator().manual_seed(3)
+        total = 0.0
+        for states in parts:  # the tokens of every sequence, one after the other
+            total = total + (states * torch.randn(states.shape, generator=generator)).sum()
+        model.zero_grad()
+        total.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    options = {"output_hidden_states": True}
+    alone = [outputs(model(row[None], **options)) for row in rows]
+    expected = [torch.cat([states[0] for states in parts]) for parts in zip(*alone)]
+    expected_grads = weighted(expected)
+    batched = outputs(model(batch.input_ids, attention_mask=batch.attention_mask, **options))
+    packed = outputs(model(torch.cat(rows)[None], seq_ids=seq_ids, **options))
+    ways = {
+        "batched": [states[batch.attention_mask.bool()] for states in batched],
+        "packed": [states[0] for states in packed],
+    }
+    for way, parts in ways.items():
+        for layer, (found, states) in enumerate(zip(parts, expected, strict=True)):
+            assert_close(found, states, terms=256, name=f"{way}, hidden state {layer}")
+        for parameter, found, grad in zip(
+            dict(model.named_parameters()), weighted(parts), expected_grads
+        ):
+            assert_close(found, grad, terms=int(lengths.sum()), name=f"{way}, {parameter}")
+
+
 def test_fused_and_unfused_are_one_computation():
     """N4: the flag is accepted and changes nothing, with and without an MLP."""
     ids = tokenize(proteins(6)).input_ids

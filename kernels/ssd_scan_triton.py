@@ -190,7 +190,7 @@ _backward_op = register("ssd_scan_triton_backward", _backward, _fake_backward)
 
 def configurations() -> Iterator[Configuration]:
     """Every kernel at every tile of heads of 64 and 128 channels or states, and at the smallest."""
-    every = {"softplus": True, "gate": True, "runs": True}
+    every = {"softplus": True, "gate": True, "packed": True}
     none = dict.fromkeys(every, False)
     for dtype, precision in (
         (torch.bfloat16, "bf16"),
@@ -214,13 +214,13 @@ def _kernels(
     *,
     softplus: bool,
     gate: bool,
-    runs: bool,
+    packed: bool,
 ) -> Iterator[Configuration]:
     kind = TYPE_NAMES[dtype]
     tiles = tiles_of(H, P, N, chunk, precision)
-    constants = {**tiles, "SOFTPLUS": softplus, "HAS_RUNS": runs, "OF_C": True}
+    constants = {**tiles, "SOFTPLUS": softplus, "PACKED": packed, "OF_C": True}
     absent = [] if gate else ["D", "z", "dD", "bias", "initial"]
-    absent += [] if runs else ["mask", "starts", "runs", "last_run"]
+    absent += [] if packed else ["mask", "starts", "past", "opens"]
     name = f"P={P} N={N} Q={tiles['Q']} {kind} {precision}{' all options' if gate else ''}"
     variants: list[tuple[Any, str, dict[str, Any]]] = [
         (ssd_decays, "decays", {}),
@@ -253,7 +253,7 @@ _WIDE = (
     *("right", "entering", "dpairs", "dA", "dbias"),
 )
 _TYPES = dict.fromkeys(_WIDE, "*fp32")
-_TYPES |= {"mask": "*u8", "starts": "*u8", "runs": "*i32", "last_run": "*i32"}
+_TYPES |= {"mask": "*u8", "starts": "*u8", "past": "*i32", "opens": "*i32"}
 _OF_X = ("x", "B", "C", "z", "dy", "y", "dz", "dx", "values", "vectors", "own", "other", "out")
 _SIZES = ("T", "H", "K", "G", "P", "N", "size", "chunk", "chunks", "splits")
 _SIZES += ("parts_p", "parts_n", "parts_inner")

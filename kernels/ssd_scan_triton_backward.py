@@ -1,4 +1,4 @@
-"""The Triton kernels of `ssd_scan` that only the backward pass runs.
+"""The Triton kernels of `ssd_scan` that only the backward pass past.
 
 Names as in `ssd_scan_triton_forward`. `dy` here is the gradient of the result before the gate, and
 `carries` (B, chunks, H, P, N) those of the state after each chunk. With L_ij the decay from token j
@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 
 from brickwork.kernels.ssd_scan_triton_forward import (
-    exponentials,
+    decays,
+    past_of,
     product,
     put,
     sigmoid,
     take,
-    tokens,
 )
 
 
@@ -35,8 +35,8 @@ def ssd_input_gradients(
     steps,
     high,
     low,
-    runs,
-    last_run,
+    past,
+    opens,
     pairs,
     carries,
     dx,
@@ -69,22 +69,23 @@ def ssd_input_gradients(
     ROWS: tl.constexpr,
     BP: tl.constexpr,
     BN: tl.constexpr,
-    HAS_RUNS: tl.constexpr,
+    PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Program (chunk, tile of tokens, head; tile of P): dx, a tile's share of dD, and per token,
-    summed over the tile of P: `direct`, the gradient of Δ but for the exponents, and `left`, what
-    the exponent's has below zero; per program `leaving`, the sum of m."""
+    summed over the tile of P: `direct`, the gradient of Δ but for the exponents, `left`, what the
+    exponent's has below zero, and of this `leaving`, m."""
     index = tl.program_id(0).to(tl.int64)
     h, index = index % H, index // H
     tile, index = (index % (Q // ROWS)).to(tl.int32), index // (Q // ROWS)
     b, c = index // chunks, index % chunks
     first = c * chunk
+    length = tl.minimum(T - first, chunk).to(tl.int32)
     rows, columns = tile * ROWS + tl.arange(0, ROWS), tl.program_id(1) * BP + tl.arange(0, BP)
-    inside, real, run = tokens(runs, index, rows, first, chunk, T, Q, HAS_RUNS)
-    last = 0
-    if HAS_RUNS:
-        last = tl.load(last_run + index)
+    real = past_of(past, index, rows, length, Q, PACKED) > 0
+    last = -1
+    if PACKED:
+        last = tl.load(opens + index)
     row = ((b * H + h) * chunks + c) * Q
     sums, lost = tl.load(high + row + rows), tl.load(low + row + rows)
     step = tl.load(steps + row + rows)
@@ -93,6 +94,8 @@ def ssd_input_gradients(
     from_B = B + b * B_b + first * B_t + (h // K) * B_g
     from_pairs = pairs + (index * (H // K) + h // K) * Q * Q
     from_carry = carries + (index * H + h) * P * N
+    from_x = x + b * x_b + first * x_t + h * x_h
+    at_part = row * tl.num_programs(1) + tl.program_id(1) * Q + rows
 
     outward = tl.zeros([ROWS, BP], tl.float32)
     for n in range(0, N, BN):
@@ -100,40 +103,38 @@ def ssd_input_gradients(
         vector = take(from_B, rows, B_t, at, real, N)
         carry = take(from_carry, columns, N, at, columns < P, N)
         outward = product(vector, tl.trans(carry), outward, PRECISION)
-    weight = exponentials((end_high - sums) + (end_low - lost), real & (run == last))
+    weight = tl.where(rows >= last, tl.exp2((end_high - sums) + (end_low - lost)), 0.0)
     outward *= weight[:, None]
     within = tl.zeros([ROWS, BP], tl.float32)
     for i in range(tile * ROWS, Q, ROWS):
         after = i + tl.arange(0, ROWS)
-        _, real_i, run_i = tokens(runs, index, after, first, chunk, T, Q, HAS_RUNS)
+        reach = past_of(past, index, after, length, Q, PACKED)
+        real_i = reach > 0
         exponent = tl.load(high + row + after)[None, :] - sums[:, None]
         exponent += tl.load(low + row + after)[None, :] - lost[:, None]
-        allowed = (run[:, None] == run_i[None, :]) & (rows[:, None] < after[None, :])
-        decay = exponentials(exponent, allowed & real_i[None, :])
-        decay *= tl.load(from_pairs + after[None, :] * Q + rows[:, None])
+        decay = decays(exponent, after[None, :], rows[:, None], reach[None, :])
+        pair = tl.load(from_pairs + after[None, :] * Q + rows[:, None])
+        decay *= tl.where(rows[:, None] == after[None, :], 0.0, pair)
         upstream = take(from_dy, after, dy_t, columns, real_i, P)
         within = product(decay, upstream, within, PRECISION)
 
-    value = take(x + b * x_b + first * x_t + h * x_h, rows, x_t, columns, real, P).to(tl.float32)
+    value = take(from_x, rows, x_t, columns, real, P).to(tl.float32)
     upstream = take(from_dy, rows, dy_t, columns, real, P).to(tl.float32)
     m = step * tl.sum(value * outward, 1)
     own = tl.load(from_pairs + rows * Q + rows)[:, None] * upstream
     below = m + step * tl.sum(value * within, 1)
     push = outward + within + own
-    part, parts = tl.program_id(1), tl.num_programs(1)
-    at = row * parts + part * Q + rows
-    tl.store(direct + at, tl.sum(value * push, 1))
-    tl.store(left + at, below)
-    at = ((row // Q) * (Q // ROWS) + tile) * parts + part
-    tl.store(leaving + at, tl.sum(m, 0))
+    tl.store(direct + at_part, tl.sum(value * push, 1))
+    tl.store(left + at_part, below)
+    tl.store(leaving + at_part, m)
     push *= step[:, None]
     if D is not None:
         skip = tl.load(D + h * D_h + columns * D_p, columns < P, other=0.0).to(tl.float32)
         push += skip[None, :] * upstream
-        at = (index * (Q // ROWS) + tile) * H + h
-        tl.store(dD + at * P + columns, tl.sum(upstream * value, 0), columns < P)
+        at = ((index * (Q // ROWS) + tile) * H + h) * P
+        tl.store(dD + at + columns, tl.sum(upstream * value, 0), columns < P)
     to_dx = dx + b * dx_b + first * dx_t + h * dx_h
-    put(to_dx, rows, dx_t, columns, inside, P, tl.where(real[:, None], push, 0.0))
+    put(to_dx, rows, dx_t, columns, rows < length, P, tl.where(real[:, None], push, 0.0))
 
 
 @triton.jit(do_not_specialize=["T", "chunks", "chunk"])
@@ -143,7 +144,7 @@ def ssd_pair_gradients(
     steps,
     high,
     low,
-    runs,
+    past,
     pairs,
     dpairs,
     right,
@@ -163,7 +164,7 @@ def ssd_pair_gradients(
     Q: tl.constexpr,
     ROWS: tl.constexpr,
     BP: tl.constexpr,
-    HAS_RUNS: tl.constexpr,
+    PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Program (split of a group's heads, chunk, group; tile of tokens i; of tokens j): the gradient
@@ -179,11 +180,11 @@ def ssd_pair_gradients(
     split, index = index // per_split, index % per_split
     b, c = index // chunks, index % chunks
     first = c * chunk
+    length = tl.minimum(T - first, chunk).to(tl.int32)
     rows_i, rows_j = tile_i * ROWS + tl.arange(0, ROWS), tile_j * ROWS + tl.arange(0, ROWS)
-    _, real_i, run_i = tokens(runs, index, rows_i, first, chunk, T, Q, HAS_RUNS)
-    _, real_j, run_j = tokens(runs, index, rows_j, first, chunk, T, Q, HAS_RUNS)
-    allowed = (run_i[:, None] == run_j[None, :]) & (rows_i[:, None] >= rows_j[None, :])
-    allowed = allowed & real_j[None, :]
+    reach = past_of(past, index, rows_i, length, Q, PACKED)
+    real_i = reach > 0
+    real_j = past_of(past, index, rows_j, length, Q, PACKED) > 0
     at_pairs = rows_i[:, None] * Q + rows_j[None, :]
     pair = tl.load(pairs + (index * G + g) * Q * Q + at_pairs)
     pair = tl.where(rows_i[:, None] == rows_j[None, :], 0.0, pair)
@@ -202,7 +203,8 @@ def ssd_pair_gradients(
             dots = product(upstream, tl.trans(value), dots, PRECISION)
         exponent = tl.load(high + row + rows_i)[:, None] - tl.load(high + row + rows_j)[None, :]
         exponent += tl.load(low + row + rows_i)[:, None] - tl.load(low + row + rows_j)[None, :]
-        dots *= exponentials(exponent, allowed) * tl.load(steps + row + rows_j)[None, :]
+        dots *= decays(exponent, rows_i[:, None], rows_j[None, :], reach[:, None])
+        dots *= tl.load(steps + row + rows_j)[None, :]
         total += dots
         at = (row // Q * (Q // ROWS) + tile_j) * Q + rows_i
         tl.store(right + at, tl.sum(dots * pair, 1))
@@ -217,8 +219,8 @@ def ssd_vector_gradients(
     steps,
     high,
     low,
-    runs,
-    last_run,
+    past,
+    opens,
     dpairs,
     states,
     out,
@@ -248,7 +250,7 @@ def ssd_vector_gradients(
     ROWS: tl.constexpr,
     BP: tl.constexpr,
     BN: tl.constexpr,
-    HAS_RUNS: tl.constexpr,
+    PACKED: tl.constexpr,
     OF_C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -262,13 +264,15 @@ def ssd_vector_gradients(
     split, index = index // per_split, index % per_split
     b, c = index // chunks, index % chunks
     first = c * chunk
+    length = tl.minimum(T - first, chunk).to(tl.int32)
     tile = tl.program_id(1)
     rows = tile * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(2) * BN + tl.arange(0, BN)
-    inside, real, run = tokens(runs, index, rows, first, chunk, T, Q, HAS_RUNS)
-    last = 0
-    if HAS_RUNS:
-        last = tl.load(last_run + index)
+    reach = past_of(past, index, rows, length, Q, PACKED)
+    real = reach > 0
+    last = -1
+    if PACKED:
+        last = tl.load(opens + index)
     total = tl.zeros([ROWS, BN], tl.float32)
     if OF_C:
         low_j, high_j = 0, (tile + 1) * ROWS
@@ -283,11 +287,11 @@ def ssd_vector_gradients(
     from_pairs = dpairs + (index * G + g) * Q * Q
     for j in range(low_j, high_j, ROWS):
         others = j + tl.arange(0, ROWS)
-        _, real_j, _ = tokens(runs, index, others, first, chunk, T, Q, HAS_RUNS)
+        real_j = past_of(past, index, others, length, Q, PACKED) > 0
         if OF_C:
             weight = tl.load(from_pairs + rows[:, None] * Q + others[None, :])
         else:
-            weight = tl.load(from_pairs + others[None, :] * Q + rows[:, None])
+            weight = tl.trans(tl.load(from_pairs + others[:, None] * Q + rows[None, :]))
         total = product(
             weight, take(from_other, others, other_t, columns, real_j, N), total, PRECISION
         )
@@ -305,18 +309,18 @@ def ssd_vector_gradients(
             added = product(value, state, added, PRECISION)
         sums, lost = tl.load(high + row + rows), tl.load(low + row + rows)
         if OF_C:
-            weight = exponentials(sums + lost, run == 0)
+            weight = decays(sums + lost, rows, -1, reach)
         else:
             end_high, end_low = tl.load(high + row + Q - 1), tl.load(low + row + Q - 1)
-            weight = exponentials((end_high - sums) + (end_low - lost), real & (run == last))
-            weight *= tl.load(steps + row + rows)
+            left = tl.exp2((end_high - sums) + (end_low - lost))
+            weight = tl.where(rows >= last, left, 0.0) * tl.load(steps + row + rows)
         added *= weight[:, None]
         total += added
         if OF_C:
             at = row * tl.num_programs(2) + tl.program_id(2) * Q + rows
             tl.store(entering + at, tl.sum(added * vector, 1))
     to_out = out + split * out_s + b * out_b + first * out_t + g * out_g
-    put(to_out, rows, out_t, columns, inside, N, tl.where(real[:, None], total, 0.0))
+    put(to_out, rows, out_t, columns, rows < length, N, tl.where(real[:, None], total, 0.0))
 
 
 @triton.jit(do_not_specialize=["T", "chunks", "chunk"])
@@ -326,7 +330,7 @@ def ssd_step_gradients(
     bias,
     steps,
     through,
-    runs,
+    past,
     direct,
     left,
     leaving,
@@ -352,7 +356,7 @@ def ssd_step_gradients(
     Q: tl.constexpr,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
-    HAS_RUNS: tl.constexpr,
+    PACKED: tl.constexpr,
     SOFTPLUS: tl.constexpr,
 ):
     """Program (chunk, block of heads): the gradient of delta, and the chunk's shares in those of A
@@ -363,14 +367,17 @@ def ssd_step_gradients(
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     known = heads < H
     first = c * chunk
-    inside, real, _ = tokens(runs, index, rows, first, chunk, T, Q, HAS_RUNS)
+    length = tl.minimum(T - first, chunk).to(tl.int32)
+    real = past_of(past, index, rows, length, Q, PACKED) > 0
     at_chunk = (b * H + heads) * chunks + c
     known_2d = known[None, :] & real[:, None]
     gradient = tl.zeros([Q, HEADS], tl.float32)
     step_gradient = tl.zeros([Q, HEADS], tl.float32)
+    to_end = tl.zeros([HEADS], tl.float32)
     for part in range(parts_p):
         at = (at_chunk * parts_p + part)[None, :] * Q + rows[:, None]
         gradient -= tl.load(left + at, known_2d, other=0.0)
+        to_end += tl.sum(tl.load(leaving + at, known_2d, other=0.0), 0)
         step_gradient += tl.load(direct + at, known_2d, other=0.0)
     for part in range(parts_n):
         at = (at_chunk * parts_n + part)[None, :] * Q + rows[:, None]
@@ -378,13 +385,9 @@ def ssd_step_gradients(
     for part in range(Q // ROWS):
         at = (at_chunk * (Q // ROWS) + part)[None, :] * Q + rows[:, None]
         gradient += tl.load(right + at, known_2d & (rows >= part * ROWS)[:, None], other=0.0)
-    to_end = tl.zeros([HEADS], tl.float32)
+    kept = tl.load(through + at_chunk, known, other=0.0)
     for part in range(parts_inner):
-        to_end += tl.load(inner + at_chunk * parts_inner + part, known, other=0.0)
-    to_end *= tl.load(through + at_chunk, known, other=0.0)
-    for part in range(parts_p * (Q // ROWS)):
-        at = at_chunk * parts_p * (Q // ROWS) + part
-        to_end += tl.load(leaving + at, known, other=0.0)
+        to_end += kept * tl.load(inner + at_chunk * parts_inner + part, known, other=0.0)
 
     exponent = tl.cumsum(gradient, 0, reverse=True) + to_end[None, :]
     at = at_chunk[None, :] * Q + rows[:, None]
@@ -409,4 +412,6 @@ def ssd_step_gradients(
         tl.store(dbias + index * H + heads, tl.sum(step_gradient, 0), known)
     at = ddelta + b * ddelta_b + first * ddelta_t
     at += rows[:, None] * ddelta_t + heads[None, :] * ddelta_h
-    tl.store(at, step_gradient.to(ddelta.dtype.element_ty), known[None, :] & inside[:, None])
+    tl.store(
+        at, step_gradient.to(ddelta.dtype.element_ty), known[None, :] & (rows < length)[:, None]
+    )

@@ -8,8 +8,9 @@ scan order: a reversed scan hands over pointers to the last token and negative s
   running sums of Δ A log₂e within the chunk, in two parts: their differences keep the small steps
   after a large one;
 - `through` (B, H, chunks): what a chunk leaves of the state before it;
-- `runs` (B, chunks, Q): how many sequences started in the chunk so far, -1 at padding and beyond
-  the end; `last_run` (B, chunks) its maximum;
+- `past` (B, chunks, Q): how many tokens back each token's sequence reaches in the chunk, itself
+  counted, and one more if into the state before it; 0 at padding and beyond the end. `opens`
+  (B, chunks): where the last sequence of a chunk starts, -1 if before it;
 - `pairs` (B, chunks, G, Q, Q): C_i · B_j, whole tiles on and below the diagonal;
 - `states` (B, chunks, H, P, N): the state before each chunk.
 """
@@ -53,18 +54,21 @@ def put(pointer, rows, row_stride, columns, inside, limit, value):
 
 
 @triton.jit
-def tokens(runs, index, rows, first, chunk, T, Q: tl.constexpr, HAS_RUNS: tl.constexpr):
-    """Which rows of a chunk exist, which are real, and the run of each."""
-    inside = (rows < chunk) & (first + rows < T)
-    if HAS_RUNS:
-        run = tl.load(runs + index * Q + rows)
-        return inside, run >= 0, run
-    return inside, inside, inside.to(tl.int32) - 1
+def past_of(past, index, rows, length, Q: tl.constexpr, PACKED: tl.constexpr):
+    """The `past` of these rows of a chunk of `length` tokens; the real ones are those above 0."""
+    if PACKED:
+        reach = tl.load(past + index * Q + rows)
+    else:
+        reach = tl.where(rows < length, rows + 2, 0)
+    return reach
 
 
 @triton.jit
-def exponentials(exponent, allowed):
-    # masked before exp2: that of a forbidden exponent may be inf
+def decays(exponent, i, j, reach):
+    """2^exponent from token j to token i, 0 if that is not in i's past."""
+    # One comparison, as unsigned: j > i is beyond any reach. Masked before exp2, as that of a
+    # forbidden exponent may be inf.
+    allowed = (i - j).to(tl.uint32) < reach.to(tl.uint32)
     return tl.exp2(tl.where(allowed, exponent, float("-inf")))
 
 
@@ -80,6 +84,11 @@ def softplus_of(x):
     lost = tl.where(above == 1.0, 1.0, above - 1.0)  # log1p without its cancellation
     log1p = tl.where(above == 1.0, small, tl.log(above) * (small / lost))
     return tl.maximum(x, 0.0) + log1p
+
+
+@triton.jit
+def larger(a, b):
+    return tl.maximum(a, b)
 
 
 @triton.jit
@@ -102,8 +111,8 @@ def ssd_decays(
     high,
     low,
     through,
-    runs,
-    last_run,
+    past,
+    opens,
     T,
     H,
     chunks,
@@ -125,20 +134,21 @@ def ssd_decays(
     rows = tl.arange(0, Q)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     first = c * chunk
-    real = (rows < chunk) & (first + rows < T)
+    length = tl.minimum(T - first, chunk).to(tl.int32)
+    real = rows < length
     if mask is not None:
         at = mask + b * mask_b + first * mask_t + rows * mask_t
         real = real & (tl.load(at, real, other=0) != 0)
-    run = tl.zeros([Q], tl.int32)
+    start = tl.full([Q], -1, tl.int32)
     if starts is not None:
         at = starts + b * starts_b + first * starts_t + rows * starts_t
-        run = tl.cumsum((tl.load(at, real, other=0) != 0).to(tl.int32), 0)
-    run = tl.where(real, run, -1)
-    last = tl.max(run, 0)
-    if runs is not None:  # noqa: SIM102 (decided while compiling, the inner one while running)
+        start = tl.where(tl.load(at, real, other=0) != 0, rows, -1)
+    last = tl.max(start, 0)
+    if past is not None:  # noqa: SIM102 (decided while compiling, the inner one while running)
         if tl.program_id(1) == 0:
-            tl.store(runs + index * Q + rows, run)
-            tl.store(last_run + index, last)
+            reach = rows - tl.associative_scan(start, 0, larger) + 1
+            tl.store(past + index * Q + rows, tl.where(real, reach, 0))
+            tl.store(opens + index, last)
 
     known = heads < H
     at = delta + b * delta_b + first * delta_t + rows[:, None] * delta_t + heads[None, :] * delta_h
@@ -157,14 +167,14 @@ def ssd_decays(
     tl.store(low + at, lost, known[None, :])
     at_end = (rows == Q - 1)[:, None]
     total = tl.sum(tl.where(at_end, sums, 0.0), 0) + tl.sum(tl.where(at_end, lost, 0.0), 0)
-    tl.store(through + (b * H + heads) * chunks + c, exponentials(total, last <= 0), known)
+    tl.store(through + (b * H + heads) * chunks + c, tl.where(last < 0, tl.exp2(total), 0.0), known)
 
 
 @triton.jit(do_not_specialize=["T", "chunks", "chunk"])
 def ssd_pairs(
     B,
     C,
-    runs,
+    past,
     pairs,
     T,
     G,
@@ -180,7 +190,7 @@ def ssd_pairs(
     Q: tl.constexpr,
     ROWS: tl.constexpr,
     BN: tl.constexpr,
-    HAS_RUNS: tl.constexpr,
+    PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Program (chunk, group; tile of tokens i; of tokens j): C_i · B_j."""
@@ -191,9 +201,10 @@ def ssd_pairs(
     g, at = index % G, index // G
     b, c = at // chunks, at % chunks
     first = c * chunk
+    length = tl.minimum(T - first, chunk).to(tl.int32)
     rows_i, rows_j = i + tl.arange(0, ROWS), j + tl.arange(0, ROWS)
-    _, real_i, _ = tokens(runs, at, rows_i, first, chunk, T, Q, HAS_RUNS)
-    _, real_j, _ = tokens(runs, at, rows_j, first, chunk, T, Q, HAS_RUNS)
+    real_i = past_of(past, at, rows_i, length, Q, PACKED) > 0
+    real_j = past_of(past, at, rows_j, length, Q, PACKED) > 0
     from_C = C + b * C_b + first * C_t + g * C_g
     from_B = B + b * B_b + first * B_t + g * B_g
     total = tl.zeros([ROWS, ROWS], tl.float32)
@@ -213,8 +224,8 @@ def ssd_states(
     high,
     low,
     through,
-    runs,
-    last_run,
+    past,
+    opens,
     initial,
     entered,
     states,
@@ -237,7 +248,7 @@ def ssd_states(
     ROWS: tl.constexpr,
     BP: tl.constexpr,
     BN: tl.constexpr,
-    HAS_RUNS: tl.constexpr,
+    PACKED: tl.constexpr,
     BACKWARD: tl.constexpr,
     CARRY: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -277,23 +288,25 @@ def ssd_states(
                 at = (index * chunks + c) * tiles + tile
                 tl.store(inner + at, tl.sum(tl.sum(state * other, 1), 0))
         first = c * chunk
+        length = tl.minimum(T - first, chunk).to(tl.int32)
         from_values = values + b * values_b + first * values_t + h * values_h
         from_vectors = vectors + b * vectors_b + first * vectors_t + (h // K) * vectors_g
         row = (index * chunks + c) * Q
-        last = 0
-        if HAS_RUNS:
-            last = tl.load(last_run + chunk_index)
+        last = -1
+        if PACKED:
+            last = tl.load(opens + chunk_index)
         end_high, end_low = tl.load(high + row + Q - 1), tl.load(low + row + Q - 1)
         added = tl.zeros([BP, BN], tl.float32)
         for j in range(0, Q, ROWS):
             rows = j + tl.arange(0, ROWS)
-            _, real, run = tokens(runs, chunk_index, rows, first, chunk, T, Q, HAS_RUNS)
+            reach = past_of(past, chunk_index, rows, length, Q, PACKED)
+            real = reach > 0
             sums, lost = tl.load(high + row + rows), tl.load(low + row + rows)
             if BACKWARD:
-                weight = exponentials(sums + lost, run == 0)
+                weight = decays(sums + lost, rows, -1, reach)
             else:
-                weight = exponentials((end_high - sums) + (end_low - lost), real & (run == last))
-                weight *= tl.load(steps + row + rows)
+                left = tl.exp2((end_high - sums) + (end_low - lost))
+                weight = tl.where(rows >= last, left, 0.0) * tl.load(steps + row + rows)
             value = take(from_values, rows, values_t, columns_p, real, P)
             vector = take(from_vectors, rows, vectors_t, columns_n, real, N).to(tl.float32)
             added = product(tl.trans(value), vector * weight[:, None], added, PRECISION)
@@ -352,7 +365,7 @@ def ssd_outputs(
     steps,
     high,
     low,
-    runs,
+    past,
     pairs,
     states,
     y,
@@ -385,7 +398,7 @@ def ssd_outputs(
     ROWS: tl.constexpr,
     BP: tl.constexpr,
     BN: tl.constexpr,
-    HAS_RUNS: tl.constexpr,
+    PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Program (chunk, tile of tokens, head; tile of P): y; or, given dy, the gradients of z and of
@@ -395,8 +408,10 @@ def ssd_outputs(
     i, index = (index % (Q // ROWS)).to(tl.int32) * ROWS, index // (Q // ROWS)
     b, c = index // chunks, index % chunks
     first = c * chunk
+    length = tl.minimum(T - first, chunk).to(tl.int32)
     rows, columns = i + tl.arange(0, ROWS), tl.program_id(1) * BP + tl.arange(0, BP)
-    inside, real, run = tokens(runs, index, rows, first, chunk, T, Q, HAS_RUNS)
+    reach = past_of(past, index, rows, length, Q, PACKED)
+    real = reach > 0
     row = ((b * H + h) * chunks + c) * Q
     sums, lost = tl.load(high + row + rows), tl.load(low + row + rows)
     from_x = x + b * x_b + first * x_t + h * x_h
@@ -410,15 +425,14 @@ def ssd_outputs(
         vector = take(from_C, rows, C_t, at, real, N)
         state = take(from_state, columns, N, at, columns < P, N)
         total = product(vector, tl.trans(state), total, PRECISION)
-    total *= exponentials(sums + lost, run == 0)[:, None]
+    total *= decays(sums + lost, rows, -1, reach)[:, None]
     for j in range(0, i + ROWS, ROWS):
         before = j + tl.arange(0, ROWS)
-        _, real_j, run_j = tokens(runs, index, before, first, chunk, T, Q, HAS_RUNS)
+        real_j = past_of(past, index, before, length, Q, PACKED) > 0
         exponent = sums[:, None] - tl.load(high + row + before)[None, :]
         exponent += lost[:, None] - tl.load(low + row + before)[None, :]
-        allowed = (run[:, None] == run_j[None, :]) & (rows[:, None] >= before[None, :])
-        weight = tl.load(from_pairs + rows[:, None] * Q + before[None, :])
-        weight *= exponentials(exponent, allowed & real_j[None, :])
+        weight = decays(exponent, rows[:, None], before[None, :], reach[:, None])
+        weight *= tl.load(from_pairs + rows[:, None] * Q + before[None, :])
         weight *= tl.load(steps + row + before)[None, :]
         value = take(from_x, before, x_t, columns, real_j, P)
         total = product(weight, value, total, PRECISION)
@@ -435,7 +449,7 @@ def ssd_outputs(
             upstream = upstream.to(tl.float32)
             slope = total * upstream * (share * (1.0 + gate * (1.0 - share)))
             to_dz = dz + b * y_b + first * y_t + h * y_h
-            put(to_dz, rows, y_t, columns, inside, P, tl.where(real[:, None], slope, 0.0))
+            put(to_dz, rows, y_t, columns, rows < length, P, tl.where(real[:, None], slope, 0.0))
             total = upstream
         total *= gate * share
-    put(to_y, rows, y_t, columns, inside, P, tl.where(real[:, None], total, 0.0))
+    put(to_y, rows, y_t, columns, rows < length, P, tl.where(real[:, None], total, 0.0))

@@ -109,7 +109,7 @@ class Scan:
             "chunks": self.chunks,
             "chunk": chunk,
             "SOFTPLUS": softplus,
-            "HAS_RUNS": mask is not None or starts is not None,
+            "PACKED": mask is not None or starts is not None,
             "A": A.contiguous(),
             "bias": None if bias is None else bias.contiguous(),
             "D": D,
@@ -128,9 +128,9 @@ class Scan:
             pool[name] = self.space(B, H, chunks, Q)
         pool["through"] = self.space(B, H, chunks)
         pool["pairs"] = self.space(B, chunks, self.G, Q, Q)
-        has_runs = pool["HAS_RUNS"]
-        pool["runs"] = self.space(B, chunks, Q, dtype=torch.int32) if has_runs else None
-        pool["last_run"] = self.space(B, chunks, dtype=torch.int32) if has_runs else None
+        packed = pool["PACKED"]
+        pool["past"] = self.space(B, chunks, Q, dtype=torch.int32) if packed else None
+        pool["opens"] = self.space(B, chunks, dtype=torch.int32) if packed else None
         self.launch(ssd_decays, (B * chunks, self.blocks_h))
         self.launch(ssd_pairs, (B * chunks * self.G, self.parts_q, self.parts_q))
 
@@ -188,7 +188,7 @@ class Scan:
         partial = {
             "direct": self.space(B, H, chunks, self.parts_p, Q),
             "left": self.space(B, H, chunks, self.parts_p, Q),
-            "leaving": self.space(B, H, chunks, self.parts_q, self.parts_p),
+            "leaving": self.space(B, H, chunks, self.parts_p, Q),
         }
         dD = None if self.pool["D"] is None else self.space(tiles, H, self.P)
         given = {**self.named(dy=dy, dx=dx), **partial, "carries": carries, "dD": dD}

@@ -12,6 +12,8 @@ from brickwork.kernels.backend import autocast_off, choose, compute_dtype, why_n
 from brickwork.kernels.checks import check_floating, check_shapes, values_readable
 from brickwork.kernels.swiglu import swiglu_reference
 
+WIDEST_IN_TRITON = 2**23  # C or 2F: offsets within a tile of 128 rows fit into 32 bits
+
 
 def experts(
     x_SC: Tensor,
@@ -32,8 +34,10 @@ def experts(
     is) and masks what was not chosen: E/K times the work, no shape that depends on the routing, so
     that it can be exported. `"grouped"` sorts the tokens by expert and computes only what was
     chosen. Its products take the widest dtype of x and the experts - under autocast that of
-    autocast - and the weighted sum float32; it can be differentiated once. `auto` takes it except
-    in `torch.export`, `torch.jit.trace` and `torch.func` transforms.
+    autocast - and the weighted sum float32; it can be differentiated once. `"triton"` does the same
+    in kernels of its own, on a GPU, without float64; float32 is multiplied as such unless
+    `torch.backends.cuda.matmul` allows TF32. `auto` takes `"triton"`, where it cannot `"grouped"`,
+    and in `torch.export`, `torch.jit.trace` and `torch.func` transforms the reference.
 
     Paper: Shazeer et al., *Outrageously Large Neural Networks: The Sparsely-Gated
     Mixture-of-Experts Layer*, 2017.
@@ -76,7 +80,14 @@ def experts(
         )
     check_expert_indices("indices", indices_SK, sizes["E"])
     tensors = (x_SC, gate_up_EFC, down_ECF, indices_SK, weights_SK)
-    if choose("experts", backend, grouped=why_not_opaque) == "grouped":
+    chosen = choose(
+        "experts", backend, triton=lambda: _why_not_triton(*tensors), grouped=why_not_opaque
+    )
+    if chosen == "triton":
+        from brickwork.kernels.experts_triton import experts_triton
+
+        return experts_triton(*tensors)
+    if chosen == "grouped":
         from brickwork.kernels.experts_grouped import experts_grouped
 
         return experts_grouped(*tensors)
@@ -100,6 +111,17 @@ def experts_reference(
             out = swiglu_reference(gate, up) @ down.to(dtype).mT
             y = y + weight * torch.where(mine, out, 0)
         return y.to(x_SC.dtype)
+
+
+def _why_not_triton(
+    x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: Tensor
+) -> str | None:
+    from brickwork.kernels.triton_support import why_not
+
+    widest = max(gate_up.shape[1:])
+    if widest > WIDEST_IN_TRITON:
+        return f"it takes widths up to {WIDEST_IN_TRITON}, got {widest}"
+    return why_not(x, gate_up, down, weights)
 
 
 def check_expert_indices(argument: str, indices: Tensor, num_experts: int) -> None:

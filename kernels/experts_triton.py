@@ -2,25 +2,24 @@
 
 S tokens, C width, F hidden width, E experts, K chosen; N = S K choices, sorted by expert.
 
-Three products read tiles of rows of one expert, and one sums over an expert's rows:
+| launch             | computes, for each expert's rows                      | rows of x or dy |
+|--------------------|-------------------------------------------------------|-----------------|
+| `gate_up_rows`     | gate, up = x Wᵀ; activation = silu(gate) up           | gathered        |
+| `rows_by_expert`   | activation downᵀ, or d(gate, up) W                    | sorted already  |
+| `activation_grad`  | dy down, and from it d(gate, up), w activation, dw    | gathered        |
+| `weight_grad`      | Σ_r d(gate, up)ᵀ x, or Σ_r dyᵀ (w activation)         | gathered        |
+| `combine`          | Σ_k over a token's rows, weighted or not, in float32  | sorted already  |
 
-| kernel             | computes, for the rows r of each expert                | rows of x or dy |
-|--------------------|--------------------------------------------------------|-----------------|
-| `_gate_up`         | gate, up = x Wᵀ; activation = silu(gate) up            | gathered        |
-| `_rows`            | activation downᵀ, or d(gate, up) W                     | sorted already  |
-| `_activation_grad` | dy down, and from it d(gate, up), w activation, dw     | gathered        |
-| `_weight_grad`     | Σ_r d(gate, up)ᵀ x, or Σ_r dyᵀ (w activation)          | gathered        |
-| `_combine`         | Σ_k of a token's rows, weighted or not, in float32     | sorted already  |
+The host never learns how many rows an expert has: it starts N / BM + E row tiles, as many as there
+can be, and those without rows end at once. Products are summed in float32. Gate and up are rounded
+to the dtype of the products before anything uses them, so that training and inference agree, and
+kept for the backward pass, which computes the activation again; the experts' outputs are not kept:
+dw = ⟨down dy, activation⟩. Nothing is added atomically: results are deterministic.
 
-The host never learns how many rows an expert has: it starts `N / BM + E` row tiles, as many as
-there can be, and those without rows end at once. Gate and up are rounded to the dtype of the
-products before anything uses them, so that training and inference agree, and kept for the backward
-pass, which computes the activation again; the experts' outputs are not kept. Nothing is added
-atomically: results are deterministic.
-
-`auto` prefers these kernels on a GPU to `torch.nn.functional.grouped_mm` (`"grouped"`). That was
-not measured on a GPU: it rests on what is not done here (no gathered copy of x and dy, no pass over
-gate and up, no host synchronisation for float32 and float16). `bench/gpu.sh` times both.
+On a GPU `auto` takes these kernels and not `torch.nn.functional.grouped_mm` (backend `"grouped"`).
+That was *not measured on a GPU*. It rests on what these save - gathered copies of x and dy, passes
+over gate and up, and for float32, float16 and older GPUs waiting for the device - against what
+vendors' products may gain. `bench/gpu.sh` times both.
 """
 
 from __future__ import annotations
@@ -29,24 +28,43 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from brickwork.kernels.backend import triton_interprets
 from brickwork.kernels.experts_grouped import Groups, product_dtype, sort_by_expert
+from brickwork.kernels.experts_triton_kernels import (
+    activation_grad_kernel,
+    combine_kernel,
+    gate_up_kernel,
+    rows_kernel,
+    weight_grad_kernel,
+)
 from brickwork.kernels.triton_support import (
     TYPE_NAMES,
     Configuration,
     cdiv,
     next_power_of_2,
     register,
-    why_not,
 )
 
 
+def experts_triton(
+    x_SC: Tensor, gate_up_EFC: Tensor, down_ECF: Tensor, indices_SK: Tensor, weights_SK: Tensor
+) -> Tensor:
+    """`experts` by Triton kernels; the arguments are checked already.
+
+    The experts may have any strides; x, the weights and the incoming gradient are copied where they
+    are not contiguous.
+    """
+    dtype = product_dtype(x_SC, gate_up_EFC, down_ECF)
+    x, gate_up, down = (t.to(dtype) for t in (x_SC, gate_up_EFC, down_ECF))
+    floats = (x, gate_up, down, weights_SK)
+    train = torch.is_grad_enabled() and any(t.requires_grad for t in floats)
+    return experts_forward(x, gate_up, down, indices_SK.long(), weights_SK, x_SC.dtype, train)[0]
+
+
 class Tile(NamedTuple):
-    """A program's share of a product: BM rows of BN columns, summed over BK terms at a time."""
+    """A program's share of a product: BM by BN results, summed over BK terms at a time."""
 
     BM: int
     BN: int
@@ -55,259 +73,42 @@ class Tile(NamedTuple):
     stages: int
 
 
-# ---------------------------------------------------------------------------------------- kernels
-
-
-@triton.jit
-def _dot(a, b, sums, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
-    if INTERPRETED:  # the interpreter cannot multiply bfloat16
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, sums, input_precision=PRECISION)
-
-
-@triton.jit
-def _row_tile(EXPERT_OF_TILE, TILE_ENDS, ENDS, tiles, columns, E: tl.constexpr, BM: tl.constexpr):
-    """This program's expert (E: none), its rows, which of them there are, and its column tile.
-
-    Eight row tiles go through all column tiles together, so that both operands are read again while
-    they are in the cache.
-    """
-    program = tl.program_id(0)
-    first = program // (8 * columns) * 8
-    height = tl.minimum(tiles - first, 8)
-    tile = first + program % (8 * columns) % height
-    column = program % (8 * columns) // height
-    e = tl.load(EXPERT_OF_TILE + tile)
-    there = e < E
-    before = there & (e > 0)
-    start = tl.load(ENDS + e - 1, before, other=0)
-    end = tl.load(ENDS + e, there, other=0)
-    rows = start + (tile - tl.load(TILE_ENDS + e - 1, before, other=0)) * BM + tl.arange(0, BM)
-    return e, rows, rows < end, column.to(tl.int64)
-
-
-# The products over rows have the weights' rows on the first axis and the tokens' on the second: the
-# matrix units want at least 64 on the first, and an expert may have few tokens.
-
-
-@triton.jit(do_not_specialize=["tiles", "keep"])
-def _gate_up(
-    X, GATE_UP, ORDER, ENDS, EXPERT_OF_TILE, TILE_ENDS, ACTIVATION, BOTH, tiles, keep,
-    E: tl.constexpr, K: tl.constexpr, C: tl.constexpr, F: tl.constexpr,
-    WE: tl.constexpr, WF: tl.constexpr, WC: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    e, rows, mine, column = _row_tile(EXPERT_OF_TILE, TILE_ENDS, ENDS, tiles, tl.cdiv(F, BN), E, BM)
-    if e >= E:
-        return
-    token = tl.load(ORDER + rows, mine, other=0) // K
-    f = column * BN + tl.arange(0, BN)
-    c = tl.arange(0, BK)
-    a = GATE_UP + e * WE + f[:, None] * WF + c[None, :].to(tl.int64) * WC
-    b = X + token[None, :] * C + c[:, None]
-    gate = tl.zeros((BN, BM), tl.float32)
-    up = tl.zeros((BN, BM), tl.float32)
-    for at in range(0, C, BK):
-        inside = c < C - at
-        real = (f < F)[:, None] & inside[None, :]
-        x = tl.load(b, inside[:, None] & mine[None, :], other=0.0)
-        gate = _dot(tl.load(a, real, other=0.0), x, gate, PRECISION, INTERPRETED)
-        up = _dot(tl.load(a + F * WF, real, other=0.0), x, up, PRECISION, INTERPRETED)
-        a += BK * WC
-        b += BK
-    kept = BOTH.dtype.element_ty
-    gate = gate.to(kept)
-    up = up.to(kept)
-    real = (f < F)[:, None] & mine[None, :]
-    if keep:
-        both = BOTH + rows[None, :] * (2 * F) + f[:, None]
-        tl.store(both, gate, real)
-        tl.store(both + F, up, real)
-    gate = gate.to(tl.float32)
-    activation = gate * tl.sigmoid(gate) * up.to(tl.float32)
-    tl.store(ACTIVATION + rows[None, :] * F + f[:, None], activation.to(kept), real)
-
-
-@triton.jit(do_not_specialize=["tiles"])
-def _rows(
-    A, W, ENDS, EXPERT_OF_TILE, TILE_ENDS, OUT, tiles,
-    E: tl.constexpr, I: tl.constexpr, J: tl.constexpr,
-    WE: tl.constexpr, WI: tl.constexpr, WJ: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    e, rows, mine, column = _row_tile(EXPERT_OF_TILE, TILE_ENDS, ENDS, tiles, tl.cdiv(J, BN), E, BM)
-    if e >= E:
-        return
-    j = column * BN + tl.arange(0, BN)
-    i = tl.arange(0, BK)
-    a = W + e * WE + j[:, None] * WJ + i[None, :].to(tl.int64) * WI
-    b = A + rows[None, :] * I + i[:, None]
-    sums = tl.zeros((BN, BM), tl.float32)
-    for at in range(0, I, BK):
-        inside = i < I - at
-        left = tl.load(a, (j < J)[:, None] & inside[None, :], other=0.0)
-        right = tl.load(b, inside[:, None] & mine[None, :], other=0.0)
-        sums = _dot(left, right, sums, PRECISION, INTERPRETED)
-        a += BK * WI
-        b += BK
-    out = OUT + rows[None, :] * J + j[:, None]
-    tl.store(out, sums.to(OUT.dtype.element_ty), (j < J)[:, None] & mine[None, :])
-
-
-@triton.jit(do_not_specialize=["tiles"])
-def _activation_grad(
-    DY, DOWN, BOTH, WEIGHTS, ORDER, ENDS, EXPERT_OF_TILE, TILE_ENDS, DBOTH, SCALED, DWEIGHTS, tiles,
-    E: tl.constexpr, K: tl.constexpr, C: tl.constexpr, F: tl.constexpr,
-    WE: tl.constexpr, WC: tl.constexpr, WF: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    columns = tl.cdiv(F, BN)
-    e, rows, mine, column = _row_tile(EXPERT_OF_TILE, TILE_ENDS, ENDS, tiles, columns, E, BM)
-    if e >= E:
-        return
-    choice = tl.load(ORDER + rows, mine, other=0)
-    f = column * BN + tl.arange(0, BN)
-    c = tl.arange(0, BK)
-    a = DOWN + e * WE + f[:, None] * WF + c[None, :].to(tl.int64) * WC
-    b = DY + (choice // K)[None, :] * C + c[:, None]
-    grad = tl.zeros((BN, BM), tl.float32)
-    for at in range(0, C, BK):
-        inside = c < C - at
-        left = tl.load(a, (f < F)[:, None] & inside[None, :], other=0.0)
-        right = tl.load(b, inside[:, None] & mine[None, :], other=0.0)
-        grad = _dot(left, right, grad, PRECISION, INTERPRETED)
-        a += BK * WC
-        b += BK
-    dtype = BOTH.dtype.element_ty
-    real = (f < F)[:, None] & mine[None, :]
-    at = rows[None, :] * (2 * F) + f[:, None]
-    gate = tl.load(BOTH + at, real, other=0.0).to(tl.float32)
-    up = tl.load(BOTH + at + F, real, other=0.0).to(tl.float32)
-    weight = tl.load(WEIGHTS + choice, mine, other=0.0).to(tl.float32)[None, :]
-    chance = tl.sigmoid(gate)
-    silu = gate * chance
-    activation = silu * up
-    tl.store(SCALED + rows[None, :] * F + f[:, None], (weight * activation).to(dtype), real)
-    tl.store(DWEIGHTS + choice * columns + column, tl.sum(grad * activation, 0), mine)
-    grad *= weight
-    tl.store(DBOTH + at, (grad * up * (chance + silu * (1.0 - chance))).to(dtype), real)
-    tl.store(DBOTH + at + F, (grad * silu).to(dtype), real)
-
-
-@triton.jit
-def _weight_grad(
-    LEFT, RIGHT, ORDER, ENDS, OUT,
-    K: tl.constexpr, I: tl.constexpr, J: tl.constexpr, OE: tl.constexpr,
-    GATHER_LEFT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    columns: tl.constexpr = (J + BN - 1) // BN
-    tiles: tl.constexpr = (I + BM - 1) // BM * columns
-    program = tl.program_id(0)
-    e = (program // tiles).to(tl.int64)
-    i = (program % tiles // columns).to(tl.int64) * BM + tl.arange(0, BM)
-    j = (program % columns).to(tl.int64) * BN + tl.arange(0, BN)
-    start = tl.load(ENDS + e - 1, e > 0, other=0)
-    end = tl.load(ENDS + e)
-    sums = tl.zeros((BM, BN), tl.float32)
-    for at in range(start, end, BK):
-        rows = at + tl.arange(0, BK)
-        mine = rows < end
-        token = tl.load(ORDER + rows, mine, other=0) // K
-        if GATHER_LEFT:
-            left_rows = token
-            right_rows = rows
-        else:
-            left_rows = rows
-            right_rows = token
-        left = tl.load(
-            LEFT + left_rows[None, :] * I + i[:, None], mine[None, :] & (i < I)[:, None], other=0.0
-        )
-        right = tl.load(
-            RIGHT + right_rows[:, None] * J + j[None, :],
-            mine[:, None] & (j < J)[None, :],
-            other=0.0,
-        )
-        sums = _dot(left, right, sums, PRECISION, INTERPRETED)
-    out = OUT + e * OE + i[:, None] * J + j[None, :]
-    tl.store(out, sums.to(OUT.dtype.element_ty), (i < I)[:, None] & (j < J)[None, :])
-
-
-@triton.jit(do_not_specialize=["S"])
-def _combine(
-    ROWS, PLACE, WEIGHTS, OUT, S,
-    K: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    s = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    c = tl.program_id(1).to(tl.int64) * BN + tl.arange(0, BN)
-    real = (s < S)[:, None] & (c < C)[None, :]
-    sums = tl.zeros((BM, BN), tl.float32)
-    for k in range(K):
-        place = tl.load(PLACE + s * K + k, s < S, other=0)
-        rows = tl.load(ROWS + place[:, None] * C + c[None, :], real, other=0.0).to(tl.float32)
-        if WEIGHTS is not None:
-            rows *= tl.load(WEIGHTS + s * K + k, s < S, other=0.0).to(tl.float32)[:, None]
-        sums += rows
-    tl.store(OUT + s[:, None] * C + c[None, :], sums.to(OUT.dtype.element_ty), real)
-
-
-# --------------------------------------------------------------------------------------- launches
-
-
-def why_not_experts(*tensors: Tensor) -> str | None:
-    """Why these kernels cannot run now on the floating arguments of `experts`, or None."""
-    return why_not(*tensors)
-
-
-def experts_triton(
-    x_SC: Tensor, gate_up_EFC: Tensor, down_ECF: Tensor, indices_SK: Tensor, weights_SK: Tensor
-) -> Tensor:
-    """`experts` by Triton kernels; the arguments are checked already.
-
-    The experts' weights may have any strides; other arguments are copied where they are not
-    contiguous.
-    """
-    dtype = product_dtype(x_SC, gate_up_EFC, down_ECF)
-    x, gate_up, down = (t.to(dtype) for t in (x_SC, gate_up_EFC, down_ECF))
-    floats = (x, gate_up, down, weights_SK)
-    train = torch.is_grad_enabled() and any(t.requires_grad for t in floats)
-    y, _, _ = experts_forward(x, gate_up, down, indices_SK.long(), weights_SK, x_SC.dtype, train)
-    return y
-
-
 class Plan(NamedTuple):
     """The choices, sorted, and their tiles of BM rows: tile t belongs to expert `expert_of_tile[t]`
-    (E: to none), and expert e has the tiles before `tile_ends[e]`."""
+    (E: to none), and expert e has the tiles before `tile_ends[e]`. `wide`: see `is_wide`."""
 
     groups: Groups
     BM: int
+    wide: bool
     tiles: int
     expert_of_tile: Tensor
     tile_ends: Tensor
 
 
-def plan(indices_SK: Tensor, num_experts: int, BM: int, order: Tensor | None = None) -> Plan:
+def plan(
+    indices_SK: Tensor, num_experts: int, BM: int, wide: bool, order: Tensor | None = None
+) -> Plan:
     """Sort the choices and lay out the row tiles; nothing is read on the host."""
     groups = sort_by_expert(indices_SK, num_experts, order)
     tile_ends = (groups.counts + (BM - 1)).div_(BM, rounding_mode="floor").cumsum_(0)
     # Σ_e ceil(n_e / BM) is never more.
     tiles = indices_SK.numel() // BM + min(num_experts, indices_SK.numel())
     every = torch.arange(tiles, device=indices_SK.device)
-    return Plan(groups, BM, tiles, torch.searchsorted(tile_ends, every, right=True), tile_ends)
+    expert_of_tile = torch.searchsorted(tile_ends, every, right=True)
+    return Plan(groups, BM, wide, tiles, expert_of_tile, tile_ends)
 
 
 def gate_up_rows(x: Tensor, gate_up: Tensor, p: Plan, K: int, keep: bool) -> tuple[Tensor, Tensor]:
-    """The activations (N, F), sorted, and with `keep` gate and up (N, 2F)."""
+    """The activations (N, F), sorted, and with `keep` gate and up (N, 2F).
+
+    Bytes, of b-byte numbers: at least the x and experts used once; loaded by programs, with
+    f = ⌈F / BN⌉ and R row tiles, `b C (f N + 2 F R)`. Stored: `b N F`, with `keep` `3 b N F`.
+    """
     (E, twice, C), N = gate_up.shape, len(p.groups.order)
     F = twice // 2
-    activation, both = x.new_empty(N, F), x.new_empty(N if keep else 0, twice)
-    tile = row_tile("gate_up", p.BM, x.dtype)
-    _gate_up[(p.tiles * cdiv(F, tile.BN),)](
+    activation, both = _empty(x, N, F), _empty(x, N if keep else 0, twice)
+    tile = row_tile("gate_up", p.BM, x.dtype, p.wide)
+    gate_up_kernel[(p.tiles * cdiv(F, tile.BN),)](
         x, gate_up, p.groups.order, p.groups.ends, p.expert_of_tile, p.tile_ends, activation, both,
         p.tiles, int(keep), E, K, C, F, *gate_up.stride(), **_options(tile, x.dtype),
     )  # fmt: skip
@@ -315,11 +116,15 @@ def gate_up_rows(x: Tensor, gate_up: Tensor, p: Plan, K: int, keep: bool) -> tup
 
 
 def rows_by_expert(rows: Tensor, weight: Tensor, p: Plan) -> Tensor:
-    """Each expert's sorted rows (N, I) times its matrix in `weight` (E, I, J): (N, J)."""
+    """Each expert's sorted rows (N, I) times its matrix in `weight` (E, I, J): (N, J).
+
+    Bytes: at least rows and the experts used once; loaded, with j = ⌈J / BN⌉ and R row tiles,
+    `b I (j N + J R)`. Stored: `b N J`.
+    """
     E, I, J = weight.shape
-    out = rows.new_empty(len(rows), J)
-    tile = row_tile("rows", p.BM, rows.dtype)
-    _rows[(p.tiles * cdiv(J, tile.BN),)](
+    out = _empty(rows, len(rows), J)
+    tile = row_tile("rows", p.BM, rows.dtype, p.wide)
+    rows_kernel[(p.tiles * cdiv(J, tile.BN),)](
         rows, weight, p.groups.ends, p.expert_of_tile, p.tile_ends, out, p.tiles,
         E, I, J, *weight.stride(), **_options(tile, rows.dtype),
     )  # fmt: skip
@@ -330,13 +135,17 @@ def activation_grad(
     grad_y: Tensor, down: Tensor, both: Tensor, weights: Tensor, p: Plan
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of gate and up (N, 2F), the weighted activations (N, F), both sorted, and the
-    gradient of the weights (N), in the order of the choices, float32."""
+    gradient of the weights (N), in the order of the choices, float32.
+
+    Bytes: at least grad_y, the experts used and gate and up once; loaded, with f = ⌈F / BN⌉ and R
+    row tiles, `b C (f N + F R) + 2 b N F`. Stored: `3 b N F + 4 f N`.
+    """
     (E, C, F), N = down.shape, len(both)
-    tile = row_tile("activation_grad", p.BM, down.dtype)
+    tile = row_tile("activation_grad", p.BM, down.dtype, p.wide)
     columns = cdiv(F, tile.BN)
-    grad_both, scaled = torch.empty_like(both), both.new_empty(N, F)
-    parts = both.new_empty(N, columns, dtype=torch.float32)
-    _activation_grad[(p.tiles * columns,)](
+    grad_both, scaled = _empty(both, N, 2 * F), _empty(both, N, F)
+    parts = torch.empty(N, columns, dtype=torch.float32, device=both.device)
+    activation_grad_kernel[(p.tiles * columns,)](
         grad_y, down, both, weights, p.groups.order, p.groups.ends, p.expert_of_tile, p.tile_ends,
         grad_both, scaled, parts, p.tiles, E, weights.shape[1], C, F, *down.stride(),
         **_options(tile, down.dtype),
@@ -345,28 +154,84 @@ def activation_grad(
 
 
 def weight_grad(
-    left: Tensor, right: Tensor, groups: Groups, K: int, out: Tensor, *, gather_left: bool
-) -> Tensor:
-    """Fill `out` (E, I, J) with `Σ_r left_r ⊗ right_r` over each expert's rows, and 0 for experts
-    without; the rows of one side are the tokens' (S, ·), of the other sorted already (N, ·)."""
+    left: Tensor, right: Tensor, p: Plan, K: int, out: Tensor, *, gather_left: bool
+) -> None:
+    """Fill `out` (E, I, J) with `Σ_r left_r ⊗ right_r` over each expert's rows, and with 0 for an
+    expert without; one side's rows are the tokens' (S, ·), the other's sorted already (N, ·).
+
+    Bytes: at least left and right once; loaded `b N (⌈J / BN⌉ I + ⌈I / BM⌉ J)`. Stored: `b E I J`.
+    """
     E, I, J = out.shape
-    tile = weight_tile(left.dtype)
-    _weight_grad[(E * cdiv(I, tile.BM) * cdiv(J, tile.BN),)](
-        left, right, groups.order, groups.ends, out, K, I, J, out.stride(0), gather_left,
+    tile = weight_tile(left.dtype, p.wide)
+    weight_grad_kernel[(E * cdiv(I, tile.BM) * cdiv(J, tile.BN),)](
+        left, right, p.groups.order, p.groups.ends, out, K, I, J, out.stride(0), gather_left,
         **_options(tile, left.dtype),
     )  # fmt: skip
-    return out
 
 
-def combine(rows: Tensor, place: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`Σ_k w_sk rows[place_sk]` (S, C) in `dtype`, summed in float32."""
+def combine(rows: Tensor, place: Tensor, weights: Tensor | None, out: Tensor) -> Tensor:
+    """`out` (S, C), filled with `Σ_k w_sk rows[place_sk]`, summed in float32; without weights they
+    are 1.
+
+    Bytes: `b N C` loaded and the S C of `out` stored, nothing twice, besides places and weights.
+    """
     (S, K), C = place.shape, rows.shape[1]
-    out = rows.new_empty(S, C, dtype=dtype)
-    BM, BN, warps = combine_tile(C)
-    _combine[(cdiv(S, BM), cdiv(C, BN))](
-        rows, place, weights, out, S, K, C, BM, BN, num_warps=warps
+    tile = combine_tile(C)
+    combine_kernel[(cdiv(S, tile.BM), cdiv(C, tile.BN))](
+        rows, place, weights, out, S, K, C, tile.BM, tile.BN, num_warps=tile.warps
     )
     return out
+
+
+def is_wide(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
+    """Whether all rows hold multiples of 8 numbers and begin at multiples of 16 bytes, so that they
+    are loaded 16 bytes at a time."""
+    return all(
+        t.data_ptr() % 16 == 0 and all(s == 1 or s % 8 == 0 for s in (*t.stride(), t.shape[-1]))
+        for t in (x, gate_up, down)
+    )
+
+
+def row_block(choices: int, num_experts: int, dtype: torch.dtype, wide: bool) -> int:
+    """How many rows a tile has, by how many an expert has on average."""
+    mean = choices // num_experts
+    if not wide:
+        return 32
+    if mean < 24:
+        return 16
+    return 64 if mean < 96 or dtype == torch.float32 else 128
+
+
+def row_tile(kernel: str, BM: int, dtype: torch.dtype, wide: bool) -> Tile:
+    """The tile of a product over rows: the largest that spills on no chip, in 64 KiB of shared
+    memory on AMD and 99 KiB on NVIDIA."""
+    BN = 128 if kernel == "rows" and wide else 64
+    if kernel == "activation_grad" and dtype == torch.float32:
+        return Tile(BM, BN, 16, 8, 2)
+    if not wide:
+        return Tile(BM, BN, 64 // dtype.itemsize, 8 if kernel == "activation_grad" else 4, 2)
+    return Tile(BM, BN, 128 // dtype.itemsize, 8 if BM == 128 else 4, 3)
+
+
+def weight_tile(dtype: torch.dtype, wide: bool) -> Tile:
+    """The tile of a weight gradient."""
+    if not wide:
+        return Tile(64, 64, 16, 8, 2)
+    if dtype == torch.float32:
+        return Tile(64, 64, 32, 4, 3)
+    return Tile(128, 128, 64, 8, 3)
+
+
+def combine_tile(C: int) -> Tile:
+    """Tokens and columns of a program that adds up rows: 4096 numbers."""
+    BN = min(1024, next_power_of_2(C))
+    return Tile(4096 // BN, BN, 0, 4, 1)
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How float32 is multiplied: exactly, unless PyTorch may use TF32 for its own products."""
+    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32" and torch.version.hip is None
+    return "tf32" if dtype == torch.float32 and tf32 else "ieee"
 
 
 def _options(tile: Tile, dtype: torch.dtype) -> dict[str, Any]:
@@ -381,40 +246,8 @@ def _options(tile: Tile, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def precision(dtype: torch.dtype) -> str:
-    """How float32 is multiplied: exactly, unless PyTorch may use TF32 for its own products."""
-    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32" and torch.version.hip is None
-    return "tf32" if dtype == torch.float32 and tf32 else "ieee"
-
-
-def row_block(choices: int, num_experts: int, dtype: torch.dtype) -> int:
-    """How many rows a tile has, by how many an expert has on average."""
-    mean = choices // num_experts
-    if mean < 32:
-        return 16
-    return 64 if mean < 96 or dtype == torch.float32 else 128
-
-
-def row_tile(kernel: str, BM: int, dtype: torch.dtype) -> Tile:
-    """The tile of a product over rows; a row of BK terms is 128 bytes."""
-    BN = 128 if kernel == "rows" else 64
-    return Tile(BM, BN, 128 // dtype.itemsize, 8 if BM == 128 else 4, 3)
-
-
-def weight_tile(dtype: torch.dtype) -> Tile:
-    """The tile of a weight gradient."""
-    if dtype == torch.float32:
-        return Tile(64, 64, 32, 4, 3)
-    return Tile(128, 128, 64, 8, 3)
-
-
-def combine_tile(C: int) -> tuple[int, int, int]:
-    """Tokens, columns and warps of a program that adds up rows: 4096 numbers."""
-    BN = min(1024, next_power_of_2(C))
-    return 4096 // BN, BN, 4
-
-
-# -------------------------------------------------------------------------------------------- ops
+def _empty(like: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
 def _forward(
@@ -427,14 +260,16 @@ def _forward(
     train: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y (S, C) in `dtype`; with `train` also gate and up (N, 2F) and the order (N)."""
-    y, both, order = _fake_forward(x, gate_up, down, indices, weights, dtype, train)
-    if _nothing_to_do(x, down, indices):
-        return y.zero_(), both.zero_(), order.zero_()
-    p = plan(indices, len(down), row_block(indices.numel(), len(down), x.dtype))
-    activation, both = gate_up_rows(x.contiguous(), gate_up, p, indices.shape[1], train)
+    if 0 in (x.numel(), down.numel(), indices.numel()):
+        empty = _fake_forward(x, gate_up, down, indices, weights, dtype, train)
+        return empty[0].zero_(), empty[1].zero_(), empty[2].zero_()
+    x, gate_up, down = x.contiguous(), _near(gate_up), _near(down)
+    p = _plan(x, gate_up, down, indices)
+    activation, both = gate_up_rows(x, gate_up, p, indices.shape[1], train)
     out = rows_by_expert(activation, down.mT, p)
-    y = combine(out, p.groups.place, weights.contiguous(), dtype)
-    return y, both, p.groups.order if train else order
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    combine(out, p.groups.place, weights.contiguous(), y)
+    return y, both, p.groups.order if train else indices.new_empty(0)
 
 
 def _backward(
@@ -451,26 +286,36 @@ def _backward(
     """The gradients of x, gate_up, down and weights; those not wanted are empty."""
     grads = _fake_backward(grad_y, x, gate_up, down, indices, weights, both, order, wanted)
     grad_x, grad_gate_up, grad_down, grad_weights = grads
-    if _nothing_to_do(x, down, indices):
+    if 0 in (x.numel(), down.numel(), indices.numel()):
         for grad in grads:
             grad.zero_()
         return grads
-    p = plan(indices, len(down), row_block(indices.numel(), len(down), x.dtype), order)
-    x, grad_y, K = x.contiguous(), grad_y.to(x.dtype).contiguous(), indices.shape[1]
+    x, gate_up, down = x.contiguous(), _near(gate_up), _near(down)
+    p, K = _plan(x, gate_up, down, indices, order), indices.shape[1]
+    grad_y = grad_y.to(x.dtype).contiguous()
     grad_both, scaled, grad_weight = activation_grad(grad_y, down, both, weights.contiguous(), p)
     if wanted[0]:
-        grad_x = combine(rows_by_expert(grad_both, gate_up, p), p.groups.place, None, x.dtype)
+        combine(rows_by_expert(grad_both, gate_up, p), p.groups.place, None, grad_x)
     if wanted[1]:
-        weight_grad(grad_both, x, p.groups, K, grad_gate_up, gather_left=False)
+        weight_grad(grad_both, x, p, K, grad_gate_up, gather_left=False)
     if wanted[2]:
-        weight_grad(grad_y, scaled, p.groups, K, grad_down, gather_left=True)
+        weight_grad(grad_y, scaled, p, K, grad_down, gather_left=True)
     if wanted[3]:
         grad_weights = grad_weight.view(weights.shape).to(weights.dtype)
     return grad_x, grad_gate_up, grad_down, grad_weights
 
 
-def _nothing_to_do(x: Tensor, down: Tensor, indices: Tensor) -> bool:
-    return 0 in (x.numel(), down.numel(), indices.numel())
+def _plan(
+    x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, order: Tensor | None = None
+) -> Plan:
+    wide = is_wide(x, gate_up, down)
+    BM = row_block(indices.numel(), len(down), x.dtype, wide)
+    return plan(indices, len(down), BM, wide, order)
+
+
+def _near(weight: Tensor) -> Tensor:
+    """Copied if offsets within a tile would not fit into 32 bits."""
+    return weight if sum(weight.stride()[1:]) < 2**24 else weight.contiguous()
 
 
 def _fake_forward(
@@ -501,9 +346,11 @@ def _fake_backward(
     order: Tensor,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    inputs = (x, gate_up, down, weights)
-    shapes = [t.shape if want else (0,) * t.dim() for t, want in zip(inputs, wanted)]
-    grad_x, grad_gate_up, grad_down, grad_weights = map(Tensor.new_empty, inputs, shapes)
+    inputs = zip((x, gate_up, down, weights), wanted)
+    grad_x, grad_gate_up, grad_down, grad_weights = (
+        torch.empty(t.shape if want else (0,) * t.dim(), dtype=t.dtype, device=t.device)
+        for t, want in inputs
+    )
     return grad_x, grad_gate_up, grad_down, grad_weights
 
 
@@ -540,65 +387,75 @@ experts_forward = register(
 experts_backward = register("experts_triton_backward", _backward, _fake_backward)
 
 
-# ------------------------------------------------------------------------------------------ checks
-
-
-def configurations() -> Iterator[Configuration]:
-    """What the dispatch above can launch, for compilation ahead of time."""
-    for dtype, how in _DTYPES:
-        for BM in sorted({row_block(mean, 1, dtype) for mean in (1, 32, 96)}):
-            for kernel, about, sizes in _PRODUCTS_OVER_ROWS:
-                tile = row_tile(kernel.__name__.strip("_"), BM, dtype)
-                yield _configuration(kernel, about, tile, dtype, how, sizes)
-        tile = weight_tile(dtype)
-        for gather_left, about in ((False, " of gate and up"), (True, " of down")):
-            sizes = {"I": 2048, "J": 1024, "OE": 2048 * 1024, "GATHER_LEFT": gather_left}
-            yield _configuration(_weight_grad, about, tile, dtype, how, sizes)
-        if how == "ieee":
-            BM, BN, warps = combine_tile(2048)
-            tile = Tile(BM, BN, 0, warps, 3)
-            yield _configuration(_combine, " weighted", tile, dtype, how, {})
-            yield _configuration(_combine, "", tile, dtype, how, {"WEIGHTS": None})
-
-
 _DTYPES = (
     (torch.bfloat16, "ieee"),
     (torch.float16, "ieee"),
     (torch.float32, "ieee"),
     (torch.float32, "tf32"),
 )
-_SIZES = {"E": 64, "K": 8, "C": 2048, "F": 1024}
-_DOWN = {"I": 1024, "J": 2048, "WE": 2048 * 1024, "WI": 1, "WJ": 1024}
-_GATE_UP = {"I": 2048, "J": 2048, "WE": 2048 * 2048, "WI": 2048, "WJ": 1}
-_PRODUCTS_OVER_ROWS: tuple[tuple[Any, str, dict[str, Any]], ...] = (
-    (_gate_up, "", {"WE": 2048 * 2048, "WF": 2048, "WC": 1}),
-    (_rows, " times down", _DOWN),
-    (_rows, " times gate and up", _GATE_UP),
-    (_activation_grad, "", {"WE": 2048 * 1024, "WC": 1024, "WF": 1}),
-)
-_TYPES = dict.fromkeys(("ORDER", "ENDS", "EXPERT_OF_TILE", "TILE_ENDS", "PLACE"), "*i64")
-_TYPES |= dict.fromkeys(("WEIGHTS", "DWEIGHTS"), "*fp32")
-_TYPES |= dict.fromkeys(("tiles", "keep", "S"), "i32")
+
+
+def configurations() -> Iterator[Configuration]:
+    """What the dispatch above can launch, for compilation ahead of time."""
+    for dtype, how in _DTYPES:
+        for wide, C, F in ((True, 2056, 1032), (False, 999, 1001)):
+            if dtype == torch.float16 and not wide:
+                continue  # as bfloat16
+            for BM in sorted({row_block(mean, 1, dtype, wide) for mean in (0, 24, 96)}):
+                for kernel, about, strides in (
+                    (gate_up_kernel, "gate_up", (2 * F * C, C, 1)),
+                    (rows_kernel, "down", (C * F, 1, F)),
+                    (rows_kernel, "gate_up backward", (2 * F * C, C, 1)),
+                    (activation_grad_kernel, "activation_grad", (C * F, F, 1)),
+                ):
+                    tile = row_tile(kernel.__name__.removesuffix("_kernel"), BM, dtype, wide)
+                    yield _configuration(kernel, about, tile, dtype, how, C, F, strides)
+            tile = weight_tile(dtype, wide)
+            for about in ("gate_up weight_grad", "down weight_grad"):
+                yield _configuration(weight_grad_kernel, about, tile, dtype, how, C, F)
+            if how == "ieee":
+                for about in ("combine weighted", "combine"):
+                    yield _configuration(combine_kernel, about, combine_tile(C), dtype, how, C, F)
 
 
 def _configuration(
-    kernel: Any, about: str, tile: Tile, dtype: torch.dtype, how: str, sizes: dict[str, Any]
+    kernel: Any,
+    about: str,
+    tile: Tile,
+    dtype: torch.dtype,
+    how: str,
+    C: int,
+    F: int,
+    strides: tuple[int, ...] = (),
 ) -> Configuration:
-    constants = {**_SIZES, **sizes, "BM": tile.BM, "BN": tile.BN, "BK": tile.BK}
-    constants |= {"PRECISION": how, "INTERPRETED": False}
+    down = about.startswith("down")
+    I, J = (F, C) if about == "down" else (C, F) if down else (2 * F, C)
+    known: dict[str, Any] = {"E": 64, "K": 8, "C": C, "F": F, "I": I, "J": J, "OE": I * J}
+    known |= {"GATHER_LEFT": down, "PRECISION": how, "INTERPRETED": False}
+    known |= {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK}
+    if about == "combine":
+        known["WEIGHTS"] = None
     names = kernel.arg_names
-    constants = {n: constants[n] for n in names if n in constants}
-    signature = {n: _TYPES.get(n, f"*{TYPE_NAMES[dtype]}") for n in names if n not in constants}
-    kind = TYPE_NAMES[dtype] if dtype != torch.float32 else how
+    constants = {n: known[n] for n in names if n in known}
+    constants |= dict(zip((n for n in names if n in ("WE", "WF", "WC", "WI", "WJ")), strides))
+    types = dict.fromkeys(("ORDER", "ENDS", "EXPERT_OF_TILE", "TILE_ENDS", "PLACE"), "*i64")
+    types |= dict.fromkeys(("WEIGHTS", "DWEIGHTS"), "*fp32")
+    types |= dict.fromkeys(("tiles", "keep", "S"), "i32")
+    own = f"*{TYPE_NAMES[dtype]}"
+    signature = {n: types.get(n, own) for n in names if n not in constants}
+    matrix = kernel is not combine_kernel and (dtype != torch.float32 or how == "tf32")
     shape = "x".join(str(size) for size in (tile.BM, tile.BN, tile.BK) if size)
-    product = kernel is not _combine
+    kind = TYPE_NAMES[dtype] if dtype != torch.float32 else f"fp32 {how}"
+    wide = C % 8 == 0 and how != "tf32"  # TF32 has to turn operands around, number by number
     return Configuration(
         kernel,
-        f"experts {kernel.__name__.strip('_')}{about} {shape} {kind}",
+        f"experts {about} {shape} C={C} {kind}",
         signature,
         constants,
-        tuple(n for n, t in signature.items() if t.startswith("*")),
+        tuple(n for n, kind in signature.items() if kind.startswith("*")),
         tile.warps,
         tile.stages,
-        matrix=product and (dtype != torch.float32 or how == "tf32"),
+        wide_loads=wide,
+        narrow_loads=64 if kernel is activation_grad_kernel else 32,  # of rows' places and weights
+        matrix=matrix,
     )

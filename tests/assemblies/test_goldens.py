@@ -16,6 +16,20 @@ from brickwork.assemblies import (
 )
 from brickwork.assemblies.checkpoint import to_original
 from brickwork.blocks.masked_diffusion import Noise
+from brickwork.kernels import selective_scan_cpu
+from brickwork.kernels.backend import prefer
+
+
+@pytest.fixture(params=["auto", "torch", "chunked", "grouped", "cpu"])
+def backend(request):
+    """Each way of computing that this machine has, in the ops that have it."""
+    if request.param == "auto":
+        yield
+    elif request.param == "cpu" and (reason := selective_scan_cpu.unavailable_here()):
+        pytest.skip(reason)
+    else:
+        with prefer(request.param):
+            yield
 
 
 def build(model_class, config_class, name, **ours):
@@ -35,6 +49,7 @@ def assert_gradients(model, tensors):
         assert_golden(found[name], grad, "gradient", name)
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("name", golden_names("mini_llada"))
 def test_mini_llada(name):
     model, golden = build(MiniLLaDA, MiniLLaDAConfig, name, weighting="uniform")
@@ -53,6 +68,7 @@ def test_mini_llada(name):
     assert_gradients(model, golden)
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("name", golden_names("rish"))
 def test_rish(name):
     model, golden = build(Rish, RishConfig, name, balance="pooled")
@@ -97,6 +113,7 @@ def test_rish_generated_ids(name, use_cache):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("name", golden_names("lc_plm"))
 def test_lc_plm(name):
     model, golden = build(LCPLM, LCPLMConfig, name)

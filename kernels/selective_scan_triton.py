@@ -135,9 +135,10 @@ def _forward(
             segments,
             segment,
             chunk,
+            0,
             SUMMARY=summary,
             SOFTPLUS=softplus,
-            REVERSE=reverse,
+            TURN=-1 if reverse else 1,
             N=state,
             Q=_Q_FORWARD,
             BLOCK=block,
@@ -190,7 +191,7 @@ def _backward(
     sizes = (tokens, padded, channels, groups, state, segments, segment)
     constants = {
         "SOFTPLUS": softplus,
-        "REVERSE": reverse,
+        "TURN": -1 if reverse else 1,
         "N": state,
         "Q": _Q_BACKWARD,
         "BLOCK": block,
@@ -241,6 +242,7 @@ def _backward(
         batch,
         *sizes,
         chunk,
+        0,
         **constants,
         num_warps=1,
     )
@@ -428,13 +430,12 @@ _backward_op = triton_support.register("selective_scan_triton_backward", _backwa
 
 
 def configurations() -> Iterator[Configuration]:
-    """Both blocks of channels, with every option and with none, forward and backward."""
+    """Both blocks of channels with every option, with those of Mamba in training, and with none."""
     every = {"D", "Z", "BIAS", "FLAGS", "STATES"}
     cases = [
         (dtype, state, block, given)
         for dtype, state, given in (
             (torch.float32, 16, every),
-            (torch.bfloat16, 16, every),
             (torch.bfloat16, 16, every - {"FLAGS"}),
             (torch.float16, 128, set()),
         )
@@ -444,20 +445,18 @@ def configurations() -> Iterator[Configuration]:
         options = "all options" if given == every else f"{len(given)} options"
         name = f"N = {state}, {block} channels, {TYPE_NAMES[dtype]}, {options}"
         types = dict.fromkeys(("X", "DELTA", "B", "C", "Z", "Y", "DY", "DX", "DDELTA", "DZ"), dtype)
-        both = {"SOFTPLUS": True, "REVERSE": given == every, "N": state, "BLOCK": block}
-        both |= dict.fromkeys(every - given - {"STATES"})
+        both = {"SOFTPLUS": bool(given), "TURN": -1 if given == every else 1, "N": state}
+        both |= {"BLOCK": block, **dict.fromkeys(every - given - {"STATES"})}
         forward = both | {"Q": _Q_FORWARD, "SUMMARY": False, "DECAY": None}
-        summary = both | {"Q": _Q_FORWARD, "SUMMARY": True, "Y": None, "STATES": None}
-        if "STATES" not in given:
-            forward["STATES"] = None
+        forward |= {} if "STATES" in given else {"STATES": None}
         backward = both | {"Q": _Q_BACKWARD} | ({} if "Z" in given else {"DZ": None})
-        for kernel, label, constants in (
-            (forward_kernel, "forward", forward),
-            (forward_kernel, "forward summary", summary),
-            (backward_summary_kernel, "backward summary", backward),
-            (backward_kernel, "backward", backward),
-        ):
-            yield _configuration(kernel, f"{label}, {name}", constants, types)
+        yield _configuration(forward_kernel, f"forward, {name}", forward, types)
+        yield _configuration(backward_kernel, f"backward, {name}", backward, types)
+        if given == every:
+            summary = both | {"Q": _Q_FORWARD, "SUMMARY": True, "Y": None, "STATES": None}
+            yield _configuration(forward_kernel, f"forward summary, {name}", summary, types)
+            kernel, label = backward_summary_kernel, f"backward summary, {name}"
+            yield _configuration(kernel, label, backward, types)
     for state in (16, 128):
         columns, rows = _shape_of_preparation(state)
         constants = {"N": state, "COLUMNS": columns, "ROWS": rows, "REVERSE": True}
@@ -483,7 +482,7 @@ def _configuration(
     }
     if "FLAGS" in signature:
         signature["FLAGS"] = "*u8"
-    free = {"tokens", "segments", "segment", "batch", "groups", "FLAGS"}
+    free = {"tokens", "segments", "segment", "batch", "groups", "FLAGS", "nought"}
     aligned = tuple(argument for argument in signature if argument not in free)
     return Configuration(
         kernel, f"selective_scan {name}", signature, constants, aligned, num_warps=1

@@ -7,6 +7,9 @@ So registers depend on Q and BLOCK alone, never on N, and the loads of Q tokens 
 once. s is a place in scan order, t the token there. FLAGS holds 1 for a real token and 2 more where
 a sequence starts. B and C come prepared, as BC, so that their Q numbers lie at fixed distances.
 
+`nought` is 0, which the compiler does not know, lest it keep the addresses of the first loads for
+the last ones, through the loop over n, in twice Q registers for each tensor.
+
 A tuple is Q values, one a token. Each kernel is one warp wide: sums over channels need no shared
 memory.
 """
@@ -17,7 +20,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-_VARY = ["tokens", "segments", "segment"]
+_VARY = ["tokens", "segments", "segment", "nought"]
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -100,31 +103,34 @@ def _softplus(v):
 
 
 @triton.jit
-def _tokens(FLAGS, first, end, tokens, REVERSE: tl.constexpr, Q: tl.constexpr):
-    """Q tokens from place `first` on: t, whether it is real, whether a sequence starts at it."""
-    ts, reals, starts = (), (), ()
+def _tokens(FLAGS, first, end, tokens, TURN: tl.constexpr, Q: tl.constexpr):
+    """Q tokens from place `first` on: the first of them, and for each whether it is real, and
+    whether a sequence starts at it. The others lie TURN (1 or -1) apart."""
+    if TURN < 0:
+        t = tl.cast(tokens - 1 - first, tl.int64)
+    else:
+        t = tl.cast(first, tl.int64)
+    reals, starts = (), ()
     for j in tl.static_range(Q):
-        s = first + j
-        real = s < end
-        if REVERSE:
-            t = (tokens - 1 - s).to(tl.int64)
-        else:
-            t = s.to(tl.int64)
+        real = first + j < end
         if FLAGS is not None:
-            flags = tl.load(FLAGS + t, mask=real, other=0).to(tl.int32)
+            flags = tl.load(FLAGS + t + j * TURN, mask=real, other=0).to(tl.int32)
             real = (flags & 1) != 0
             starts = starts + ((flags & 2) != 0,)
-        ts, reals = ts + (t,), reals + (real,)
-    return ts, reals, starts
+        reals = reals + (real,)
+    return t, reals, starts
 
 
 @triton.jit
-def _rows(X, token_stride, e, inside, ts, reals):
+def _rows(X, token_stride, e, inside, t, reals, TURN: tl.constexpr):
     """X at each token, 0 where it is not real."""
+    stride = tl.cast(token_stride, tl.int64)
+    at = X + t * stride + e
     rows = ()
-    for j in tl.static_range(len(ts)):
-        row = tl.load(X + ts[j] * token_stride + e, mask=inside & reals[j], other=0.0)
+    for j in tl.static_range(len(reals)):
+        row = tl.load(at, mask=inside & reals[j], other=0.0)
         rows = rows + (row.to(tl.float32),)
+        at += stride * TURN
     return rows
 
 
@@ -204,9 +210,10 @@ def forward_kernel(
     segments,
     segment,
     chunk,
+    nought,
     SUMMARY: tl.constexpr,
     SOFTPLUS: tl.constexpr,
-    REVERSE: tl.constexpr,
+    TURN: tl.constexpr,
     N: tl.constexpr,
     Q: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -233,9 +240,9 @@ def forward_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     cut = begin < 0
     for first in range(begin, end, Q):
-        ts, reals, starts = _tokens(FLAGS, first, end, tokens, REVERSE, Q)
-        steps = _steps(_rows(DELTA, delta_token, e, inside, ts, reals), bias, reals, SOFTPLUS)
-        xs = _rows(X, x_token, e, inside, ts, reals)
+        t, reals, starts = _tokens(FLAGS, first, end, tokens, TURN, Q)
+        steps = _steps(_rows(DELTA, delta_token, e, inside, t, reals, TURN), bias, reals, SOFTPLUS)
+        xs = _rows(X, x_token, e, inside, t, reals, TURN)
         pushes = _products(steps, xs)
         ys = ()
         for j in tl.static_range(Q):
@@ -265,16 +272,18 @@ def forward_kernel(
             ys = sums
             tl.store(CARRY + at, h, mask=inside)
         if not SUMMARY:
+            t, reals, starts = _tokens(FLAGS, first + nought, end, tokens, TURN, Q)
             if Z is not None:
-                zs = _rows(Z + row * z_batch, z_token, e, inside, ts, reals)
+                zs = _rows(Z + row * z_batch, z_token, e, inside, t, reals, TURN)
+            at = Y + (row * tokens + t) * channels + e
             for j in tl.static_range(Q):
                 y = ys[j]
                 if Z is not None:
                     y *= zs[j] * tl.sigmoid(zs[j])
                 if FLAGS is not None:
                     y = tl.where(reals[j], y, 0.0)
-                out = Y + (row * tokens + ts[j]) * channels + e
-                tl.store(out, y.to(Y.dtype.element_ty), mask=inside & (first + j < end))
+                tl.store(at, y.to(Y.dtype.element_ty), mask=inside & (first + j < end))
+                at += channels * TURN
         tl.debug_barrier()  # the next tokens read CARRY
     if SUMMARY:
         DECAY += (row * segments + part) * states * channels
@@ -305,13 +314,13 @@ def combine_kernel(
 
 
 @triton.jit
-def _slopes(DY, Z, dy_token, z_token, e, inside, ts, reals):
+def _slopes(DY, Z, dy_token, z_token, e, inside, t, reals, TURN: tl.constexpr):
     """The gradient of (C · h + D x) at each token."""
-    slopes = _rows(DY, dy_token, e, inside, ts, reals)
+    slopes = _rows(DY, dy_token, e, inside, t, reals, TURN)
     if Z is not None:
         gated = ()
-        zs = _rows(Z, z_token, e, inside, ts, reals)
-        for j in tl.static_range(len(ts)):
+        zs = _rows(Z, z_token, e, inside, t, reals, TURN)
+        for j in tl.static_range(len(slopes)):
             gated = gated + (slopes[j] * zs[j] * tl.sigmoid(zs[j]),)
         slopes = gated
     return slopes
@@ -342,7 +351,7 @@ def backward_summary_kernel(
     segments,
     segment,
     SOFTPLUS: tl.constexpr,
-    REVERSE: tl.constexpr,
+    TURN: tl.constexpr,
     N: tl.constexpr,
     Q: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -366,9 +375,9 @@ def backward_summary_kernel(
     blocks = tl.cdiv(end - begin, Q)
     for i in range(blocks):
         first = begin + (blocks - 1 - i) * Q
-        ts, reals, starts = _tokens(FLAGS, first, end, tokens, REVERSE, Q)
-        steps = _steps(_rows(DELTA, delta_token, e, inside, ts, reals), bias, reals, SOFTPLUS)
-        slopes = _slopes(DY, Z, dy_token, z_token, e, inside, ts, reals)
+        t, reals, starts = _tokens(FLAGS, first, end, tokens, TURN, Q)
+        steps = _steps(_rows(DELTA, delta_token, e, inside, t, reals, TURN), bias, reals, SOFTPLUS)
+        slopes = _slopes(DY, Z, dy_token, z_token, e, inside, t, reals, TURN)
         for j in tl.static_range(Q):
             total += steps[j]
             if FLAGS is not None:
@@ -425,8 +434,9 @@ def backward_kernel(
     segments,
     segment,
     chunk,
+    nought,
     SOFTPLUS: tl.constexpr,
-    REVERSE: tl.constexpr,
+    TURN: tl.constexpr,
     N: tl.constexpr,
     Q: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -470,9 +480,11 @@ def backward_kernel(
         for k in range(blocks - 1):
             tl.debug_barrier()
             first = front + k * Q
-            ts, reals, starts = _tokens(FLAGS, first, end, tokens, REVERSE, Q)
-            steps = _steps(_rows(DELTA, delta_token, e, inside, ts, reals), bias, reals, SOFTPLUS)
-            pushes = _products(steps, _rows(X, x_token, e, inside, ts, reals))
+            t, reals, starts = _tokens(FLAGS, first, end, tokens, TURN, Q)
+            steps = _steps(
+                _rows(DELTA, delta_token, e, inside, t, reals, TURN), bias, reals, SOFTPLUS
+            )
+            pushes = _products(steps, _rows(X, x_token, e, inside, t, reals, TURN))
             for n in range(states):
                 at = n * channels + e
                 h = tl.load(SCRATCH + k * states * channels + at, mask=inside, other=0.0)
@@ -487,10 +499,12 @@ def backward_kernel(
             tl.debug_barrier()
             k = blocks - 1 - back_k
             first = front + k * Q
-            ts, reals, starts = _tokens(FLAGS, first, end, tokens, REVERSE, Q)
-            steps = _steps(_rows(DELTA, delta_token, e, inside, ts, reals), bias, reals, SOFTPLUS)
-            pushes = _products(steps, _rows(X, x_token, e, inside, ts, reals))
-            slopes = _slopes(DY, Z, dy_token, z_token, e, inside, ts, reals)
+            t, reals, starts = _tokens(FLAGS, first, end, tokens, TURN, Q)
+            steps = _steps(
+                _rows(DELTA, delta_token, e, inside, t, reals, TURN), bias, reals, SOFTPLUS
+            )
+            pushes = _products(steps, _rows(X, x_token, e, inside, t, reals, TURN))
+            slopes = _slopes(DY, Z, dy_token, z_token, e, inside, t, reals, TURN)
             share = SHARES + tl.cast(first, tl.int64) * (2 * N)
             dpushes, dsteps, outs = (), (), ()
             for _ in tl.static_range(Q):
@@ -537,11 +551,13 @@ def backward_kernel(
                 dpushes, dsteps = on_push, on_step
                 tl.store(CARRY + at, g, mask=inside)
                 tl.store(DA + at, drate, mask=inside)
-            xs = _rows(X, x_token, e, inside, ts, reals)
-            raw = _rows(DELTA, delta_token, e, inside, ts, reals)
+            t, reals, starts = _tokens(FLAGS, first + nought, end, tokens, TURN, Q)
+            xs = _rows(X, x_token, e, inside, t, reals, TURN)
+            raw = _rows(DELTA, delta_token, e, inside, t, reals, TURN)
             if Z is not None:
-                zs = _rows(Z, z_token, e, inside, ts, reals)
-                dys = _rows(DY, dy_token, e, inside, ts, reals)
+                zs = _rows(Z, z_token, e, inside, t, reals, TURN)
+                dys = _rows(DY, dy_token, e, inside, t, reals, TURN)
+            out = (row * tokens + t) * channels + e
             for j in tl.static_range(Q):
                 dx = steps[j] * dpushes[j] + skip * slopes[j]
                 ddelta = xs[j] * dpushes[j] + dsteps[j]
@@ -552,7 +568,6 @@ def backward_kernel(
                     ddelta = tl.where(reals[j], ddelta, 0.0)
                 dskip += xs[j] * slopes[j]
                 dbias += tl.where(reals[j], ddelta, 0.0)
-                out = (row * tokens + ts[j]) * channels + e
                 there = inside & (first + j < end)
                 tl.store(DX + out, dx.to(DX.dtype.element_ty), mask=there)
                 tl.store(DDELTA + out, ddelta.to(DDELTA.dtype.element_ty), mask=there)
@@ -562,6 +577,7 @@ def backward_kernel(
                     if FLAGS is not None:
                         dz = tl.where(reals[j], dz, 0.0)
                     tl.store(DZ + out, dz.to(DZ.dtype.element_ty), mask=there)
+                out += channels * TURN
         tl.debug_barrier()  # the next chunk writes SCRATCH
     SUMS += (row * segments + part) * 2 * channels + e
     tl.store(SUMS, dskip, mask=inside)

@@ -195,8 +195,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _gradients(ctx: Any, dy: Tensor | None, ds: Tensor | None, *_: None) -> tuple[Any, ...]:
     s, weight, bias, rstd, mean = ctx.saved_tensors
-    if dy is None:
-        dy = s.new_zeros(s.shape, dtype=ctx.x_dtype)
+    if dy is None:  # nothing came through the norm
+        dr = None if ds is None or ctx.residual_dtype is None else ds.to(ctx.residual_dtype)
+        return None if ds is None else ds.to(ctx.x_dtype), dr, *[None] * 6
     other = None if ctx.residual_dtype in (None, dy.dtype) else ctx.residual_dtype
     dx, dr, dw, db = _add_norm_backward(
         dy, ds, s, weight, bias, rstd, mean, other, ctx.centred, ctx.cast_first

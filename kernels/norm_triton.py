@@ -128,7 +128,7 @@ def norm_backward(
     db = tl.zeros((ROWS, BLOCK), tl.float32)
     first = tl.program_id(0).to(tl.int64) * ROWS
     for start in range(first, M, tl.num_programs(0) * ROWS):
-        rows = start + tl.arange(0, ROWS)
+        rows = (start + tl.arange(0, ROWS)).to(tl.int64)
         mask = (rows < M)[:, None] & inside[None, :]
         rstd = tl.load(RSTD + rows, rows < M, other=0.0)[:, None]
         dy_at = DY + (rows * dy_stride * UNIT)[:, None] + columns[None, :]
@@ -173,7 +173,7 @@ def norm_backward_tiled(
     share = tl.program_id(0).to(tl.int64) * N
     first = tl.program_id(0).to(tl.int64) * ROWS
     for start in range(first, M, tl.num_programs(0) * ROWS):
-        rows = start + tl.arange(0, ROWS)
+        rows = (start + tl.arange(0, ROWS)).to(tl.int64)
         real = (rows < M)[:, None]
         rstd = tl.load(RSTD + rows, rows < M, other=0.0)[:, None]
         dy_rows = DY + (rows * dy_stride * UNIT)[:, None]

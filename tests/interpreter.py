@@ -1,4 +1,5 @@
-"""Triton's interpreter as the tests use it: rounding like a GPU, counting bytes, vast tensors.
+"""Triton's interpreter as the tests use it: rounding like a GPU, counting bytes, vast tensors,
+and what every kernel owes.
 
 It is patched in private places; each patch has a self-test in
 `tests/triton/interpreted/test_interpreter.py`, which says so if a new Triton moved them.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 import torch
 import triton.language as tl
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from triton.runtime import interpreter as triton_interpreter
 
 BUILDER = triton_interpreter.InterpreterBuilder
@@ -32,6 +34,8 @@ def round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     def convert(data: Any, source: Any, target: Any, mode: Any) -> Any:
         if source == tl.float32 and target == tl.bfloat16:
             return _rounded(np.ascontiguousarray(data).view(np.uint32)).reshape(data.shape)
+        if source == tl.bfloat16 and target == tl.float32:  # the same as the original, but fast
+            return data.view(np.uint16).astype(np.uint32) << 16
         return original(data, source, target, mode)
 
     monkeypatch.setattr(triton_interpreter, "_convert_float", convert)
@@ -56,12 +60,12 @@ def leave_tensors_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class Bytes:
     """What kernels moved: `loaded` and `stored` count every access; `read` and `written` count
-    every address once, as when nothing is fetched from memory twice."""
+    every element once, as when nothing is fetched from memory twice."""
 
     def __init__(self) -> None:
         self.loaded = 0
         self.stored = 0
-        self._addresses: dict[str, list[Any]] = {"read": [], "written": []}
+        self._addresses: dict[tuple[str, int], list[Any]] = {}
 
     @property
     def read(self) -> int:
@@ -72,16 +76,18 @@ class Bytes:
         return self._distinct("written")
 
     def _distinct(self, kind: str) -> int:
-        pieces = self._addresses[kind]
-        return len(np.unique(np.concatenate(pieces))) if pieces else 0
+        return sum(
+            width * len(np.unique(np.concatenate(pieces)))
+            for (of, width), pieces in self._addresses.items()
+            if of == kind
+        )
 
     def _note(self, kind: str, pointers: Any, mask: Any) -> int:
         width = _element_bytes(pointers)
         addresses, used = np.broadcast_arrays(pointers.data, mask.data)
         wanted = addresses[used.astype(bool)].astype(np.uint64).ravel()
-        every = (wanted[:, None] + np.arange(width, dtype=np.uint64)).ravel()
-        self._addresses[kind].append(every)
-        return len(every)
+        self._addresses.setdefault((kind, width), []).append(wanted)
+        return width * len(wanted)
 
 
 def _element_bytes(pointers: Any) -> int:
@@ -147,3 +153,64 @@ def sparse_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     and offsets beyond 2^31 elements are real."""
     assert math.prod(shape) * dtype.itemsize > 2**31, "take torch.empty"
     return torch.empty(shape, dtype=dtype)
+
+
+def assert_well_behaved(
+    function: Callable[..., object], inputs: Sequence[Tensor | None], *, compiled: bool = True
+) -> None:
+    """What every kernel owes its callers, whatever it computes: the same bits at every call and at
+    a second backward pass, inputs and incoming gradients as they were, an error for a second
+    derivative, the same through a checkpoint and, if `compiled`, through `torch.compile` in one
+    graph."""
+    leaves = [
+        t.detach().clone().requires_grad_(t.is_floating_point()) if isinstance(t, Tensor) else t
+        for t in inputs
+    ]
+    wanted = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+    before = [t.detach().clone() for t in wanted]
+
+    def run(what: Callable[..., object], twice: bool) -> tuple[list[Tensor], list[Tensor]]:
+        result = what(*leaves)
+        outputs = [result] if isinstance(result, Tensor) else list(result)  # type: ignore[call-overload]
+        outputs = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
+        generator = torch.Generator().manual_seed(1)
+        upstream = [torch.randn(o.shape, generator=generator).to(o.dtype) for o in outputs]
+        kept = [u.clone() for u in upstream]
+        values = [o.detach().clone() for o in outputs]
+        grads = torch.autograd.grad(outputs, wanted, upstream, retain_graph=twice)
+        first = [g.clone() for g in grads]
+        if twice:
+            again = torch.autograd.grad(outputs, wanted, upstream)
+            _assert_equal(again, first, "gradients of a second backward pass")
+            _assert_equal(grads, first, "the first gradients after the second backward pass")
+        _assert_equal([o.detach() for o in outputs], values, "results after the backward pass")
+        _assert_equal(upstream, kept, "incoming gradients")
+        _assert_equal([t.detach() for t in wanted], before, "inputs")
+        return values, first
+
+    values, grads = run(function, True)
+    paths: dict[str, Callable[..., object]] = {
+        "another call": function,
+        "a checkpoint": lambda *a: checkpoint(function, *a, use_reentrant=False),
+    }
+    if compiled:
+        paths["torch.compile"] = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for name, path in paths.items():
+        again, again_grads = run(path, path is function)
+        _assert_equal(again, values, f"results of {name}")
+        _assert_equal(again_grads, grads, f"gradients of {name}")
+
+    result = function(*leaves)
+    outputs = [result] if isinstance(result, Tensor) else list(result)  # type: ignore[call-overload]
+    total = sum(o.float().square().sum() for o in outputs if o.requires_grad)
+    grads = torch.autograd.grad(total, wanted, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(sum(g.float().square().sum() for g in grads), wanted)
+
+
+def _assert_equal(found: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> None:
+    assert len(found) == len(expected), what
+    for i, (a, b) in enumerate(zip(found, expected)):
+        torch.testing.assert_close(
+            a, b, rtol=0, atol=0, equal_nan=True, msg=lambda text, i=i: f"{what}, {i}: {text}"
+        )

@@ -163,7 +163,8 @@ def _amd(compiled: triton.compiler.CompiledKernel, matrix: re.Pattern[str]) -> R
     stores = re.findall(r"\b(?:global|buffer|flat)_store_\w+", text)
     return Resources(
         registers=field("vgpr_count"),
-        spills=field("vgpr_spill_count") + field("sgpr_spill_count"),
+        # scalars spill into lanes of a vector register; only vectors go to memory
+        spills=field("vgpr_spill_count") + field("private_segment_fixed_size"),
         shared=compiled.metadata.shared,
         wide_loads=sum("dwordx4" in load for load in loads),
         loads=len(loads),

@@ -1,10 +1,12 @@
 # Every target sets up what it needs first: a virtual environment in .venv, holding the extras of
 # setup.cfg that the target uses at the versions of constraints.txt. Python >= 3.10 is all it asks for.
 #   make test ARGS="-k norm"      arguments for the program behind a target
+#   make bench BENCH=bench/test_ssd_scan.py   some of the benchmarks
 #   make test PYTHON=python3.12   the Python that a new .venv is made with
 
 PYTHON ?= python3
 ARGS ?=
+BENCH ?= bench
 VENV := .venv
 PY := $(VENV)/bin/python
 VENDOR := .venv-vendor
@@ -36,8 +38,10 @@ coverage: $(VENV)/.has-test ## run the tests and report the lines and branches t
 	$(PY) -m coverage combine -q
 	$(PY) -m coverage report --skip-covered --show-missing
 
+# glibc maps large blocks anew at every call and fills them with zeros page by page, which slows every
+# side by a factor that depends on its sizes; the report names this setting.
 bench: $(VENV)/.has-bench $(VENDOR)/.ready ## run the benchmarks
-	BRICKWORK_VENDOR=$(VENDOR) $(PY) -m pytest bench -p no:xdist $(ARGS)
+	GLIBC_TUNABLES=glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=34359738368 BRICKWORK_VENDOR=$(VENDOR) $(PY) -m pytest $(BENCH) -p no:xdist $(ARGS)
 
 docs: $(VENV)/.has-docs ## build the site into site/
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)

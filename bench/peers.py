@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from brickwork.blocks import BiMamba, Mamba1
+from brickwork.blocks import BiMamba, Mamba1, Mamba2
 
 
 def mamba_ssm(module: str) -> Any:
@@ -44,6 +44,41 @@ def transformers_mamba_mixer(ours: Mamba1) -> nn.Module:
     theirs = module.MambaMixer(config, 0)
     projections = {"in_proj.weight": ours.in_proj.weight, "out_proj.weight": ours.out_proj.weight}
     theirs.load_state_dict(ours.state_dict() | projections)  # maybe borrowed, so not in the former
+    return theirs
+
+
+def transformers_mamba2_mixer(ours: Mamba2) -> nn.Module:
+    """transformers' Mamba-2 mixer with the parameters of one of our own."""
+    config_module = importlib.import_module("transformers.models.mamba2.configuration_mamba2")
+    module = importlib.import_module("transformers.models.mamba2.modeling_mamba2")
+    inner = ours.out_proj.in_features
+    config = config_module.Mamba2Config(
+        hidden_size=ours.dim,
+        state_size=ours.d_state,
+        conv_kernel=ours.conv1d.weight.shape[-1],
+        expand=inner // ours.dim,
+        head_dim=ours.head_dim,
+        num_heads=inner // ours.head_dim,
+        n_groups=ours.num_groups,
+        num_hidden_layers=1,
+    )
+    theirs = module.Mamba2Mixer(config, 0)
+    theirs.load_state_dict(ours.state_dict())
+    return theirs
+
+
+def mambapy_block(ours: Mamba1) -> nn.Module:
+    """mambapy's Mamba block with the parameters of one of our own."""
+    mambapy = pytest.importorskip("mambapy.mamba")
+    config = mambapy.MambaConfig(
+        d_model=ours.dim,
+        n_layers=1,
+        d_state=ours.d_state,
+        d_conv=ours.conv1d.weight.shape[-1],
+        expand_factor=ours.A_log.shape[0] // ours.dim,
+    )
+    theirs = mambapy.MambaBlock(config)
+    theirs.load_state_dict(ours.state_dict())
     return theirs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compare import compare, with_gradients
+from compare import compare, double, with_gradients
 
 from brickwork.kernels.causal_conv1d import causal_conv1d
 
@@ -21,15 +21,25 @@ def padded(x, weight, bias):
     return torch.nn.functional.silu(y[..., :T]).transpose(1, 2)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
+def flipped(x, weight, bias):
+    return padded(x.flip(1), weight, bias).flip(1)
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
 def test_forward_and_backward(benchmark, reverse):
     given = inputs()
 
-    def ours(x, weight, bias):
-        return causal_conv1d(x, weight, bias, activation="silu", reverse=reverse).y
+    def ours(backend):
+        def run(x, weight, bias):
+            options = {"activation": "silu", "reverse": reverse, "backend": backend}
+            return causal_conv1d(x, weight, bias, **options).y
 
-    def flipped(x, weight, bias):
-        return padded(x.flip(1), weight, bias).flip(1)
+        return run
 
-    peer = flipped if reverse else padded
-    compare(benchmark, with_gradients(ours, given), {"F.conv1d": with_gradients(peer, given)})
+    compare(
+        benchmark,
+        with_gradients(ours("auto"), given),
+        {"F.conv1d": with_gradients(flipped if reverse else padded, given)},
+        reference=with_gradients(ours("torch"), double(given)),
+        rounds=15,
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 import torch
-from compare import compare, with_gradients
+from compare import compare, double, with_gradients
 from transformers.models.mamba2 import modeling_mamba2
 
 from brickwork.kernels.ssd_scan import ssd_scan
@@ -25,8 +25,12 @@ def inputs():
     ]
 
 
-def ours(x, delta, A, B, C, D):
-    return ssd_scan(x, delta, A, B, C, D=D, softplus=True).y
+def ours(x, delta, A, B, C, D, backend="auto"):
+    return ssd_scan(x, delta, A, B, C, D=D, softplus=True, backend=backend).y
+
+
+def reference(*given):
+    return ours(*given, backend="torch")
 
 
 def transformers(x, delta, A, B, C, D):
@@ -37,11 +41,21 @@ def transformers(x, delta, A, B, C, D):
 def test_forward(benchmark):
     given = inputs()
     with torch.no_grad():
-        peers = {"transformers mamba2_chunk_scan": lambda: transformers(*given)}
-        compare(benchmark, lambda: ours(*given), peers)
+        compare(
+            benchmark,
+            lambda: ours(*given),
+            {"transformers mamba2_chunk_scan": lambda: transformers(*given)},
+            reference=lambda: reference(*double(given)),
+            rounds=15,
+        )
 
 
 def test_forward_and_backward(benchmark):
     given = inputs()
-    peers = {"transformers mamba2_chunk_scan": with_gradients(transformers, given)}
-    compare(benchmark, with_gradients(ours, given), peers)
+    compare(
+        benchmark,
+        with_gradients(ours, given),
+        {"transformers mamba2_chunk_scan": with_gradients(transformers, given)},
+        reference=with_gradients(reference, double(given)),
+        rounds=15,
+    )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import torch
+from sanitize_concretely import concretely
 
 from brickwork.kernels.experts_triton import experts_triton
+
+concretely()  # an expert's rows, and whether a tile has any, are data
 
 
 def run(tokens, width, hidden, num_experts, top_k, *, dtype=torch.float32, transposed=False):

@@ -249,6 +249,8 @@ def _backward(
     dA.copy_(rates.sum((0, 1)).mT)
     of_tokens = shares.sum(0)[:, :, :tokens]
     of_tokens = (of_tokens.flip(2) if reverse else of_tokens).transpose(1, 2)
+    if flags is not None:
+        of_tokens = of_tokens.masked_fill((flags & 1 == 0)[:, :, None, None, None], 0)
     dB.copy_(of_tokens[..., 0, :])
     dC.copy_(of_tokens[..., 1, :])
     total = sums.sum((0, 1))

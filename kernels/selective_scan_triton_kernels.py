@@ -445,8 +445,8 @@ def backward_kernel(
     becomes that of the state in front of it) and the states in front of its chunks.
 
     DA (batch, segments, N, E), which holds zeros, SUMS (batch, segments, 2, E) of D and the bias,
-    and SHARES of B and C (blocks of a group, batch, groups, padded, 2, N), in scan order, are for
-    the caller to sum up. SCRATCH takes the states in front of a chunk's groups of Q tokens.
+    and SHARES of B and C (blocks of a group, batch, groups, padded, 2, N), in scan order (at
+    padding whatever), are for the caller to sum up. SCRATCH takes the states in front of a chunk's groups of Q tokens.
     """
     row, part, begin, end, group, block, e, inside = _place(
         tokens, channels, groups, segment, 0, segments, BLOCK
@@ -527,20 +527,14 @@ def backward_kernel(
                     h = decays[j] * h + pushes[j] * bs[j]
                     if Z is not None:
                         sums = sums + (outs[j] + h * cs[j],)
-                    dc = tl.sum(h * slopes[j])
-                    if FLAGS is not None:
-                        dc = tl.where(reals[j], dc, 0.0)
-                    tl.store(share + (2 * j + 1) * N + n, dc)
+                    tl.store(share + (2 * j + 1) * N + n, tl.sum(h * slopes[j]))
                 outs = sums
                 g = tl.load(CARRY + at, mask=inside, other=0.0)
                 drate = tl.load(DA + at, mask=inside, other=0.0)
                 on_push, on_step = (), ()
                 for j in tl.static_range(Q - 1, -1, -1):
                     g += cs[j] * slopes[j]
-                    db = tl.sum(g * pushes[j])
-                    if FLAGS is not None:
-                        db = tl.where(reals[j], db, 0.0)
-                    tl.store(share + 2 * j * N + n, db)
+                    tl.store(share + 2 * j * N + n, tl.sum(g * pushes[j]))
                     on_push = (dpushes[j] + g * bs[j],) + on_push
                     g *= decays[j]
                     slope = g * before[j]

@@ -62,14 +62,36 @@ def check_mask(name: str, mask: Tensor | None, like: Tensor) -> Tensor | None:
     return mask != 0
 
 
-def check_per_layer(layers: int, *, cache: object = None, routing: object = None) -> None:
+def rows_at(name: str, x: Tensor, index: Tensor, labels: Tensor | None) -> Tensor:
+    """The rows of x (B, T, C) at `index` (B, K) integers: (B, K, C)."""
+    if labels is not None:
+        raise ValueError(f"{name} must be None with labels: all their tokens are scored")
+    check_shapes(inputs=(x, "B T C"), **{name: (index, "B K")})
+    if index.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{name} must be int64 or int32, got {index.dtype}")
+    if free_to_look_at(index) and index.numel():
+        least, most = (int(bound) for bound in torch.aminmax(index))
+        if least < 0 or most >= x.shape[1]:
+            raise ValueError(f"{name} must be in [0, {x.shape[1]}), got {least} to {most}")
+    return x[torch.arange(len(x), device=x.device)[:, None], index]
+
+
+def check_per_layer(
+    layers: int,
+    *,
+    cache: object = None,
+    routing: object = None,
+    kinds: tuple[type, ...] = (KVCache, StaticKVCache),
+) -> None:
     """Raise unless each is None or a list with one entry for each layer, no cache in it twice.
+
+    `kinds` are the caches that the model takes.
 
     >>> check_per_layer(2, cache=[KVCache()])
     Traceback (most recent call last):
     ValueError: cache must be a list of 2, one KVCache or StaticKVCache per layer, got a list of 1
     """
-    _check_entries("cache", cache, layers, KVCache, StaticKVCache)
+    _check_entries("cache", cache, layers, *kinds)
     _check_entries("routing", routing, layers, Tensor)
     if not isinstance(cache, Sequence) or torch.compiler.is_compiling():
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,12 +10,12 @@ from torch import Tensor, nn
 
 from brickwork.assemblies.assembly import Assembly
 from brickwork.assemblies.checkpoint import Rename
-from brickwork.assemblies.inputs import check_mask, embed
+from brickwork.assemblies.inputs import check_mask, check_per_layer, embed, rows_at
 from brickwork.assemblies.mini_llada_config import MiniLLaDAConfig
 from brickwork.assemblies.outputs import MiniLLaDAOutput
-from brickwork.assemblies.targets import check_noise, maskable_tokens
+from brickwork.assemblies.targets import noised
 from brickwork.blocks.attention import Attention
-from brickwork.blocks.diffusion_canvas import sequence_index
+from brickwork.blocks.block_kv_cache import BlockKVCache
 from brickwork.blocks.masked_diffusion import MaskedDiffusion, Noise
 from brickwork.blocks.norm import RMSNorm
 from brickwork.blocks.rope import RoPE
@@ -88,8 +89,11 @@ class MiniLLaDA(Assembly):
         *,
         inputs_embeds: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         seq_ids: Tensor | None = None,
         labels: Tensor | None = None,
+        cache: Sequence[BlockKVCache] | None = None,
+        logits_at: Tensor | None = None,
         noise: Noise | None = None,
         generator: torch.Generator | None = None,
         return_logits: bool = True,
@@ -100,36 +104,34 @@ class MiniLLaDA(Assembly):
         Arguments:
             input_ids: (B, T), or inputs_embeds (B, T, C), without labels then.
             attention_mask: (B, T), 1 or True for real tokens.
+            position_ids: (B, T); default: how many real tokens stand before in the row.
             seq_ids: (B, T), packed sequences: tokens attend within equal ids, and each sequence
                 has noise and a loss as if it were a row.
             labels: (B, T), input_ids where a token may be masked and is to be predicted, else -100.
+            cache: one per layer, updated in place; only the columns that it selects are given.
+            logits_at: (B, K), without labels: the tokens that logits (B, K, V) are wanted for.
             noise: the masked copy to score, instead of a new draw from `generator`.
             return_logits: False computes the loss without keeping all logits.
         """
-        sequences = None
-        if labels is None and (noise is not None or generator is not None):
-            which = "generator" if noise is None else "noise"
-            raise ValueError(f"{which} needs labels: without them input_ids are taken as they are")
-        if labels is not None:
-            if input_ids is None:
-                raise ValueError("labels need input_ids: they are what is masked and predicted")
-            maskable = maskable_tokens(labels, input_ids)
-            mask = check_mask("attention_mask", attention_mask, input_ids)
-            sequences = sequence_index(seq_ids, input_ids, mask)
-            maskable = maskable if mask is None else maskable & mask
-            if noise is None:
-                draw = self.diffusion.noise
-                noise = draw(input_ids, maskable, seq_ids=sequences, generator=generator)
-            elif generator is not None:
-                raise ValueError("generator must be None with noise: nothing is drawn")
-            noise = check_noise(noise, input_ids, maskable)
+        check_per_layer(len(self.layers), cache=cache, kinds=(BlockKVCache,))
+        noise, sequences = noised(
+            self.diffusion,
+            input_ids,
+            labels,
+            attention_mask=attention_mask,
+            seq_ids=seq_ids,
+            noise=noise,
+            generator=generator,
+        )
         ids = input_ids if noise is None else noise.noisy_ids
         x = embed(self.embed, ids, inputs_embeds, labels)
         mask = check_mask("attention_mask", attention_mask, x)
-        states = [x]
-        for layer in self.layers:
-            x = self.run_layer(layer, x, mask=mask, seq_ids=seq_ids)
+        states, where = [x], {"mask": mask, "positions": position_ids, "seq_ids": seq_ids}
+        for i, layer in enumerate(self.layers):
+            x = self.run_layer(layer, x, cache=None if cache is None else cache[i], **where)
             states.append(x)
+        if logits_at is not None:
+            x = rows_at("logits_at", x, logits_at, labels)
         states[-1] = x = self.norm(x)
         logits = self.head(x) if return_logits else None
         loss = None

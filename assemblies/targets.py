@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from brickwork.blocks.diffusion_canvas import free_to_look_at
-from brickwork.blocks.masked_diffusion import Noise
+from brickwork.assemblies.inputs import check_mask
+from brickwork.blocks.diffusion_canvas import free_to_look_at, sequence_index
+from brickwork.blocks.masked_diffusion import MaskedDiffusion, Noise
 from brickwork.kernels.checks import check_floating, check_shapes
 
 
@@ -57,6 +58,41 @@ def check_noise(noise: Noise, input_ids: Tensor, maskable: Tensor) -> Noise:
     ):
         raise ValueError("noise.p must be above 0 where noise.mask is True")
     return noise._replace(mask=noise.mask & maskable, p=noise.p.masked_fill(~maskable, 0))
+
+
+def noised(
+    diffusion: MaskedDiffusion,
+    input_ids: Tensor | None,
+    labels: Tensor | None,
+    *,
+    attention_mask: Tensor | None,
+    seq_ids: Tensor | None,
+    noise: Noise | None,
+    generator: torch.Generator | None,
+) -> tuple[Noise | None, Tensor | None]:
+    """The noise to score, drawn or given, and the index (B, T) of each token's packed sequence;
+    without labels both are None.
+
+    Raises:
+        ValueError: `noise` or `generator` without labels, labels without ids, both of the former,
+            or noise that does not fit.
+    """
+    if labels is None:
+        if noise is not None or generator is not None:
+            which = "generator" if noise is None else "noise"
+            raise ValueError(f"{which} needs labels: without them input_ids are taken as they are")
+        return None, None
+    if input_ids is None:
+        raise ValueError("labels need input_ids: they are what is masked and predicted")
+    maskable = maskable_tokens(labels, input_ids)
+    mask = check_mask("attention_mask", attention_mask, input_ids)
+    sequences = sequence_index(seq_ids, input_ids, mask)
+    maskable = maskable if mask is None else maskable & mask
+    if noise is None:
+        noise = diffusion.noise(input_ids, maskable, seq_ids=sequences, generator=generator)
+    elif generator is not None:
+        raise ValueError("generator must be None with noise: nothing is drawn")
+    return check_noise(noise, input_ids, maskable), sequences
 
 
 def next_token_labels(

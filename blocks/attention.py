@@ -18,6 +18,7 @@ from brickwork.blocks.attention_mask import (
     split_masks,
     visible_keys,
 )
+from brickwork.blocks.block_kv_cache import BlockKVCache
 from brickwork.blocks.kv_cache import CacheEntries, KVCache, StaticKVCache
 from brickwork.blocks.norm import RMSNorm
 from brickwork.blocks.rope import RoPE
@@ -69,7 +70,8 @@ class Attention(nn.Module):
         seq_ids: (B, T), integers that mark packed sequences, runs of equal ids; tokens see their
             own sequence only (see `brickwork.kernels.sequences`). Not with a cache.
         cache: a `KVCache` or `StaticKVCache` of this layer's own: the new tokens are appended, and
-            see the earlier ones too; `causal` aligns the last query with the last key.
+            see the earlier ones too; `causal` aligns the last query with the last key. Or, without
+            `causal` and with `positions`, a `BlockKVCache`: the columns it selects are rewritten.
 
     With a `rope` whose frequencies depend on the length (dynamic, longrope), a sequence's length is
     its largest position of a real token + 1 at the time of the call; a cache then holds unrotated
@@ -159,7 +161,7 @@ class Attention(nn.Module):
         mask: Masks = None,
         positions: Tensor | None = None,
         seq_ids: Tensor | None = None,
-        cache: KVCache | StaticKVCache | None = None,
+        cache: KVCache | StaticKVCache | BlockKVCache | None = None,
     ) -> Tensor:
         batch, tokens = self._check(x_BTC, positions, seq_ids, cache)
         masks = split_masks(mask, batch, tokens, cache)
@@ -205,7 +207,7 @@ class Attention(nn.Module):
         x_BTC: Tensor,
         positions: Tensor | None,
         seq_ids: Tensor | None,
-        cache: KVCache | StaticKVCache | None,
+        cache: KVCache | StaticKVCache | BlockKVCache | None,
     ) -> tuple[int, int]:
         check_floating(x=x_BTC)
         size = check_shapes(x=(x_BTC, "B T C"))
@@ -216,10 +218,12 @@ class Attention(nn.Module):
             check_positions(positions, batch, tokens)
         check_seq_ids(seq_ids, (batch, tokens))
         if cache is not None:
-            if not isinstance(cache, (KVCache, StaticKVCache)):
+            if not isinstance(cache, (KVCache, StaticKVCache, BlockKVCache)):
                 raise ValueError(
                     f"cache must be a KVCache or a StaticKVCache, got {type(cache).__name__}"
                 )
+            if self.causal and isinstance(cache, BlockKVCache):
+                raise ValueError("cache must not be a BlockKVCache where causal is True")
             if seq_ids is not None:
                 raise ValueError("seq_ids must be None with a cache: it holds one sequence per row")
             if cache.batch_size not in (None, batch):

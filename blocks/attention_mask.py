@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from brickwork.blocks.block_kv_cache import BlockKVCache
 from brickwork.blocks.kv_cache import CacheEntries, KVCache, StaticKVCache
 from brickwork.kernels.checks import values_readable
 from brickwork.kernels.sequences import check_mask
@@ -38,7 +39,7 @@ class Visible(NamedTuple):
 
 
 def split_masks(
-    mask: Masks, batch: int, tokens: int, cache: KVCache | StaticKVCache | None
+    mask: Masks, batch: int, tokens: int, cache: KVCache | StaticKVCache | BlockKVCache | None
 ) -> Split:
     """Sort one mask or several; ValueError for a wrong shape, dtype or value."""
     masks = (mask,) if isinstance(mask, Tensor) else () if mask is None else mask
@@ -71,7 +72,7 @@ def split_masks(
 def default_positions(
     padding: Tensor | None,
     starts: Tensor | None,
-    cache: KVCache | StaticKVCache | None,
+    cache: KVCache | StaticKVCache | BlockKVCache | None,
     *,
     tokens: int,
     device: torch.device,
@@ -160,7 +161,7 @@ def visible_keys(
 
 
 def _split_padding(
-    mask: Tensor, batch: int, tokens: int, cache: KVCache | StaticKVCache | None
+    mask: Tensor, batch: int, tokens: int, cache: KVCache | StaticKVCache | BlockKVCache | None
 ) -> tuple[Tensor | None, Tensor]:
     """What a (B, T) or (B, S) mask says of the tokens in the cache and of the new ones."""
     if mask.device.type == "cpu" and mask.dtype != torch.bool and values_readable(mask):

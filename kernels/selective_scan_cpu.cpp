@@ -6,7 +6,7 @@
 // runs with the states in registers. Steps count in scan order, tokens from the left.
 //
 // Backward goes through the chunks from the last. From the state kept at a chunk's start it computes
-// decays and decayed states of a block again, then walks back. Gradients of B and C sum over
+// decays and states of a block again, then walks back. Gradients of B and C sum over
 // channels: each tile writes its share of the chunk, and the shares are added in the order of the
 // tiles, whatever the number of threads.
 //
@@ -160,7 +160,7 @@ class Tile {
     V *x = take(vectors * row), *slope = take(vectors * row);
     V *g = take(vectors * row), *dz = take(vectors * row), *y = take(vectors * row);
     V *du = take(vectors * row), *dd = take(vectors * row);
-    V *decays = take(row * BLOCK), *decayed = take(row * BLOCK);
+    V *decays = take(row * BLOCK), *states = take(row * BLOCK);
     V *dB = take(row * BLOCK), *dC = take(row * BLOCK);
     enter(chunk);
     for (int64_t v = 0; v < vectors; ++v) {
@@ -194,8 +194,12 @@ class Tile {
         for (int k = 0; k < BLOCK && n + k < p.state; ++k) {
           state[k] = load(p.states.at<T>(batch, chunk, n + k, first + v * W), 1, count(v));
         }
-        walk<true>(v, n, state, y, decays, decayed);
-        retreat(v, n, decays, decayed, g, du, dd, dB, dC);
+        walk<true>(v, n, state, y, decays, states);
+        if (p.starts) {
+          retreat<true>(v, n, decays, states, g, du, dd, dB, dC);
+        } else {
+          retreat<false>(v, n, decays, states, g, du, dd, dB, dC);
+        }
       }
       for (int64_t s = 0; s < steps; ++s) {
         for (int k = 0; k < BLOCK && n + k < p.state; ++k) {
@@ -334,16 +338,17 @@ class Tile {
     return from;
   }
 
-  // Run a block through the chunk and add C h to y; each decay a and decayed state a h is noted in
-  // [step][k] if asked.
+  // Run a block through the chunk and add C h to y; if asked each decay is noted in [step][k], and
+  // each state one row further, behind the one before the chunk.
   template <bool SMALL, bool NOTE>
-  void advance(int64_t v, int64_t n, V* state, V* y_all, V* decays, V* decayed) const {
+  void advance(int64_t v, int64_t n, V* state, V* y_all, V* decays, V* states) const {
     const V *d_v = d + v * row, *u_v = u + v * row;
     V* y = y_all + v * row;
     V h[BLOCK], a[BLOCK];
     for (int k = 0; k < BLOCK; ++k) {
       h[k] = state[k];
       a[k] = rate[v * padded + n + k];
+      if constexpr (NOTE) states[k] = h[k];
     }
     for (int64_t from = 0, to; from < steps; from = to) {
       to = run_end(from);
@@ -357,13 +362,12 @@ class Tile {
         }
         for (int k = 0; k < BLOCK; ++k) {
           const V decay = SMALL ? exp2_small<T>(size * a[k]) : exp2_any<T>(size * a[k]);
-          const V before = decay * h[k];
+          h[k] = decay * h[k] + push * b[k];
+          total += h[k] * c[k];
           if constexpr (NOTE) {
             decays[s * BLOCK + k] = decay;
-            decayed[s * BLOCK + k] = before;
+            states[(s + 1) * BLOCK + k] = h[k];
           }
-          h[k] = before + push * b[k];
-          total += h[k] * c[k];
         }
         y[s] = total;
       }
@@ -372,43 +376,48 @@ class Tile {
   }
 
   template <bool NOTE>
-  void walk(int64_t v, int64_t n, V* state, V* y, V* decays, V* decayed) const {
+  void walk(int64_t v, int64_t n, V* state, V* y, V* decays, V* states) const {
     if (small(v, n)) {
-      advance<true, NOTE>(v, n, state, y, decays, decayed);
+      advance<true, NOTE>(v, n, state, y, decays, states);
     } else {
-      advance<false, NOTE>(v, n, state, y, decays, decayed);
+      advance<false, NOTE>(v, n, state, y, decays, states);
     }
   }
 
-  void retreat(int64_t v, int64_t n, const V* decays, const V* decayed, const V* g_all, V* du_all,
+  // The way back. The gradient of a decay is dh a h' / a, with h' the state before the step, and
+  // dh a is what goes on to that state.
+  template <bool STARTS>
+  void retreat(int64_t v, int64_t n, const V* decays, const V* states, const V* g_all, V* du_all,
                V* dd_all, V* dB, V* dC) const {
     const V *d_v = d + v * row, *u_v = u + v * row, *g = g_all + v * row;
     V *du = du_all + v * row, *dd = dd_all + v * row;
-    V dh[BLOCK], dA[BLOCK], a[BLOCK];
+    V dh[BLOCK], dA[BLOCK], a[BLOCK], h[BLOCK];
     for (int k = 0; k < BLOCK; ++k) {
       const bool kept = n + k < p.state;
       dh[k] = kept ? load(p.dstate.at<T>(batch, n + k, first + v * W), 1, count(v)) : V{};
       dA[k] = V{};
       a[k] = rate[v * padded + n + k];
+      h[k] = states[steps * BLOCK + k];
     }
     for (int64_t s = steps - 1; s >= 0; --s) {
       const T *b = B + s * padded + n, *c = C + s * padded + n;
       const V size = d_v[s], push = u_v[s], gs = g[s];
+      const bool start = STARTS && starts(s);
       V du_s = du[s], dd_s = dd[s];
       for (int k = 0; k < BLOCK; ++k) {
-        const V before = decayed[s * BLOCK + k];
         const V dh_s = dh[k] + gs * c[k];
-        dC[s * BLOCK + k] += gs * (before + push * b[k]);
+        dC[s * BLOCK + k] += gs * h[k];
         dB[s * BLOCK + k] += dh_s * push;
         du_s += dh_s * b[k];
-        const V dlog = dh_s * before;
+        dh[k] = dh_s * decays[s * BLOCK + k];
+        h[k] = states[s * BLOCK + k];
+        if (start) dh[k] = V{};
+        const V dlog = dh[k] * h[k];
         dd_s += dlog * a[k];
         dA[k] += dlog * size;
-        dh[k] = dh_s * decays[s * BLOCK + k];
       }
       du[s] = du_s;
       dd[s] = dd_s;
-      if (starts(s)) std::fill(dh, dh + BLOCK, V{});
     }
     for (int k = 0; k < BLOCK && n + k < p.state; ++k) {
       store(p.dstate.at<T>(batch, n + k, first + v * W), 1, count(v), dh[k]);

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -162,6 +163,30 @@ def assert_golden(actual: Tensor, expected: Tensor, kind: str, name: str = "") -
     torch.testing.assert_close(
         actual.detach(), expected, atol=atol, rtol=rtol, msg=lambda text: f"{kind} {name}: {text}"
     )
+
+
+def golden_model(
+    model_class: Any, config_class: Any, name: str, **ours: object
+) -> tuple[Any, dict[str, Tensor]]:
+    """A model with the weights of one golden file, and the file's tensors; `ours` are config fields
+    that the originals lack."""
+    tensors, config = load_golden(name)
+    model = model_class(config_class.from_dict(config | ours))
+    model.load_original_state_dict(part(tensors, "state."))
+    return model, tensors
+
+
+def assert_golden_gradients(model: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Assert that every parameter has a gradient and that it agrees with the recorded one."""
+    from brickwork.assemblies.checkpoint import to_original
+
+    ours = {name: p.grad for name, p in model.named_parameters()}
+    assert all(grad is not None for grad in ours.values())
+    found = to_original(ours, model.table)
+    expected = part(tensors, "grad.")
+    assert expected.keys() == found.keys()
+    for name, grad in expected.items():
+        assert_golden(found[name], grad, "gradient", name)
 
 
 def _tensors(result: object) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import assert_golden, golden_names, load_golden, part
+from support import assert_golden, assert_golden_gradients, golden_model, golden_names, part
 
 from brickwork.assemblies import (
     LCPLM,
@@ -14,7 +14,6 @@ from brickwork.assemblies import (
     Rish,
     RishConfig,
 )
-from brickwork.assemblies.checkpoint import to_original
 from brickwork.blocks.masked_diffusion import Noise
 from brickwork.kernels import selective_scan_cpu
 from brickwork.kernels.backend import prefer
@@ -32,27 +31,10 @@ def backend(request):
             yield
 
 
-def build(model_class, config_class, name, **ours):
-    tensors, config = load_golden(name)
-    model = model_class(config_class.from_dict(config | ours))
-    model.load_original_state_dict(part(tensors, "state."))
-    return model, tensors
-
-
-def assert_gradients(model, tensors):
-    ours = {name: p.grad for name, p in model.named_parameters()}
-    assert all(grad is not None for grad in ours.values())
-    found = to_original(ours, model.table)
-    expected = part(tensors, "grad.")
-    assert expected.keys() == found.keys()
-    for name, grad in expected.items():
-        assert_golden(found[name], grad, "gradient", name)
-
-
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("name", golden_names("mini_llada"))
 def test_mini_llada(name):
-    model, golden = build(MiniLLaDA, MiniLLaDAConfig, name, weighting="uniform")
+    model, golden = golden_model(MiniLLaDA, MiniLLaDAConfig, name, weighting="uniform")
     assert_golden(model(golden["input_ids"]).logits, golden["logits"], "logits")
     maskable = golden["labels"] != -100
     mask = (golden["draw.u"] < golden["draw.t"][:, None]) & maskable
@@ -65,13 +47,13 @@ def test_mini_llada(name):
     loss = model.diffusion.loss(out.logits, golden["input_ids"], noise, denominator="tokens")
     assert_golden(loss, golden["loss"], "loss")
     loss.backward()
-    assert_gradients(model, golden)
+    assert_golden_gradients(model, golden)
 
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("name", golden_names("rish"))
 def test_rish(name):
-    model, golden = build(Rish, RishConfig, name, balance="pooled")
+    model, golden = golden_model(Rish, RishConfig, name, balance="pooled")
     out = model(
         golden["input_ids"],
         attention_mask=golden["attention_mask"],
@@ -86,12 +68,12 @@ def test_rish(name):
     assert_golden(out.aux_loss, golden["aux_loss"], "loss")
     assert_golden(out.loss, golden["loss"], "loss")
     out.loss.backward()
-    assert_gradients(model, golden)
+    assert_golden_gradients(model, golden)
 
 
 @pytest.mark.parametrize("name", golden_names("rish"))
 def test_rish_position_ids_as_the_original_passes_them(name):
-    model, golden = build(Rish, RishConfig, name)
+    model, golden = golden_model(Rish, RishConfig, name)
     given = {"attention_mask": golden["attention_mask"]}
     ours = model(golden["input_ids"], **given).logits
     theirs = model(golden["input_ids"], position_ids=golden["position_ids"], **given).logits
@@ -102,7 +84,7 @@ def test_rish_position_ids_as_the_original_passes_them(name):
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("name", ["rish_base", "rish_padded_normtopk"])
 def test_rish_generated_ids(name, use_cache):
-    model, golden = build(Rish, RishConfig, name, use_cache=use_cache)
+    model, golden = golden_model(Rish, RishConfig, name, use_cache=use_cache)
     expected = golden["generated_ids"]
     ids = golden["input_ids"]
     found = model.generate(
@@ -116,13 +98,13 @@ def test_rish_generated_ids(name, use_cache):
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("name", golden_names("lc_plm"))
 def test_lc_plm(name):
-    model, golden = build(LCPLM, LCPLMConfig, name)
+    model, golden = golden_model(LCPLM, LCPLMConfig, name)
     out = model(golden["input_ids"], labels=golden["labels"])
     assert_golden(out.last_hidden_state, golden["last_hidden_state"], "hidden")
     assert_golden(out.logits, golden["logits"], "logits")
     assert_golden(out.loss, golden["loss"], "loss")
     out.loss.backward()
-    assert_gradients(model, golden)
+    assert_golden_gradients(model, golden)
 
 
 MODELS = {
@@ -135,7 +117,7 @@ ALL = [(kind, name) for kind in MODELS for name in golden_names(kind)]
 
 @pytest.mark.parametrize(("kind", "name"), ALL)
 def test_state_comes_back_byte_equal_under_the_same_names(kind, name):
-    model, golden = build(*MODELS[kind], name)
+    model, golden = golden_model(*MODELS[kind], name)
     expected = part(golden, "state.")
     found = model.original_state_dict()
     assert found.keys() == expected.keys()
@@ -146,7 +128,7 @@ def test_state_comes_back_byte_equal_under_the_same_names(kind, name):
 
 @pytest.mark.parametrize(("kind", "name"), ALL)
 def test_files_come_back_byte_equal(kind, name, tmp_path):
-    model, golden = build(*MODELS[kind], name)
+    model, golden = golden_model(*MODELS[kind], name)
     model.save_pretrained(tmp_path, max_shard_bytes=20_000)
     assert (tmp_path / "model.safetensors.index.json").exists()
     loaded = MODELS[kind][0].from_pretrained(tmp_path)

@@ -80,12 +80,17 @@ def model_logits(
 ) -> Tensor:
     """The model's logits (B, T, V), without the columns past `vocab_size`."""
     output = model(ids_BT, attention_mask=mask_BT)
+    return checked_logits(output, tuple(ids_BT.shape), vocab_size)
+
+
+def checked_logits(output: Any, size: tuple[int, ...], vocab_size: int | None) -> Tensor:
+    """The logits (*size, V) in a model's `output`, without the columns past `vocab_size`."""
     logits = getattr(output, "logits", output)
-    if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != ids_BT.shape:
+    if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != size:
         got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(
             f"model must return logits (B, T, V), as they are or under .logits, with (B, T) = "
-            f"{tuple(ids_BT.shape)}, got {got}"
+            f"{size}, got {got}"
         )
     check_floating(logits=logits)
     return cut_vocabulary(logits, vocab_size)

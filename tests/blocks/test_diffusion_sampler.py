@@ -12,10 +12,10 @@ from torch import Tensor
 
 from brickwork.blocks import MaskedDiffusion
 from brickwork.blocks.diffusion_canvas import RowDraws, row_generators
-from brickwork.blocks.diffusion_sampler import block_steps, gumbel, pick
+from brickwork.blocks.diffusion_rules import PARALLEL, block_steps, gumbel, pick
 
 VOCAB, MASK = 9, 5
-RULES = ["low_confidence", "random", "margin", "entropy", "threshold"]
+RULES = ["low_confidence", "random", "margin", "entropy", "threshold", "factor"]
 SIDES = {"left": [5, 4, 3, 2, 1, 0], "right": [0, 1, 2, 3, 4, 5], "anywhere": [3, 1, 4, 0, 2, 5]}
 
 
@@ -56,7 +56,8 @@ class Known:
 
 
 def options_for(rule: str, **options):
-    return {"rule": rule, **({"threshold": 0.8} if rule == "threshold" else {}), **options}
+    own = {"threshold": {"threshold": 0.8}, "factor": {"factor": 0.9}}
+    return {"rule": rule, **own.get(rule, {}), **options}
 
 
 def prompts(lengths: list[int], side: str, seed: int = 0, pads: int | None = None):
@@ -143,7 +144,7 @@ def test_invariants(rule, gen_length, block_length, steps, lengths, side, temper
             counts.append((row, len(changed)))
         before = after
     assert len(model.calls) == len(states) <= max(steps, len(blocks))
-    if rule != "threshold":
+    if rule not in PARALLEL:
         for row in range(len(lengths)):
             assert [n for r, n in counts if r == row] == expected
     else:
@@ -165,7 +166,7 @@ def test_a_batch_equals_its_rows(rule, temperature, positions):
         lengths = [3, 6, 0, 1]
         ids, real = prompts(lengths, side, pads=pads)
         ids[1, 2:5] = MASK  # and places to fill inside a prompt
-        steps = None if rule == "threshold" else 5
+        steps = None if rule in PARALLEL else 5
         options = options_for(rule, gen_length=7, block_length=3, steps=steps,
                               temperature=temperature, cfg_scale=cfg_scale)  # fmt: skip
         generator = torch.Generator().manual_seed(2)

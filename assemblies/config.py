@@ -17,7 +17,7 @@ _BOOKKEEPING = {
     "chunk_size_feed_forward", "is_encoder_decoder", "is_decoder", "add_cross_attention",
     "id2label", "label2id", "problem_type", "cross_attention_hidden_size", "finetuning_task",
     "task_specific_params", "prefix", "sep_token_id", "decoder_start_token_id", "pruned_heads",
-    "tokenizer_class", "tie_encoder_decoder",
+    "tokenizer_class", "tie_encoder_decoder", "use_cache",
 }  # fmt: skip
 
 
@@ -57,6 +57,11 @@ class Config:
         if unknown:
             raise ValueError(f"{cls.__name__} has no fields {unknown}; it has {sorted(known)}")
         return cls(**fields)
+
+    @staticmethod
+    def passed_over() -> set[str]:
+        """The fields of a `config.json` that say nothing about the computation."""
+        return set(_BOOKKEEPING)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields of `config.json`, `model_type` first.

@@ -94,7 +94,14 @@ def ssd_scan(
     )
     mask = check_mask(mask, size)
     check_seq_ids(seq_ids, size)
-    chosen = choose("ssd_scan", backend, torch=lambda: why_not_plain(x), chunked=why_not_opaque)
+    floats = (x, delta, A, B, C, D, z, delta_bias, initial_state)
+    chosen = choose(
+        "ssd_scan",
+        backend,
+        torch=lambda: why_not_plain(x),
+        triton=lambda: _why_not_triton(*floats),
+        chunked=why_not_opaque,
+    )
     options: dict[str, Any] = {
         "D": D,
         "z": z,
@@ -103,14 +110,25 @@ def ssd_scan(
         "reverse": reverse,
         "mask": mask,
         "initial_state": initial_state,
-        "chunk_size": chunk_size or CHUNK,
+        "chunk_size": chunk_size,
     }
     if chosen == "torch":
         return ssd_scan_reference(x, delta, A, B, C, seq_ids=seq_ids, **options)
-    starts = sequence_starts(seq_ids, mask, reverse=reverse)
+    options["starts"] = sequence_starts(seq_ids, mask, reverse=reverse)
+    if chosen == "triton":
+        from brickwork.kernels.ssd_scan_triton import ssd_scan_triton
+
+        return SSDScanOutput(*ssd_scan_triton(x, delta, A, B, C, **options))
+    options["chunk_size"] = chunk_size or CHUNK
     from brickwork.kernels.ssd_scan_chunked import ssd_scan_chunked
 
-    return SSDScanOutput(*ssd_scan_chunked(x, delta, A, B, C, starts=starts, **options))
+    return SSDScanOutput(*ssd_scan_chunked(x, delta, A, B, C, **options))
+
+
+def _why_not_triton(*tensors: Tensor | None) -> str | None:
+    from brickwork.kernels.triton_support import why_not
+
+    return why_not(*tensors)
 
 
 def ssd_scan_reference(

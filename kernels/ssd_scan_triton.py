@@ -32,6 +32,7 @@ from brickwork.kernels.ssd_scan_triton_launch import (
     Scan,
     default_chunk,
     dense_rows,
+    resources_of,
     tiles_of,
 )
 from brickwork.kernels.triton_support import TYPE_NAMES, Configuration, register
@@ -189,19 +190,38 @@ _backward_op = register("ssd_scan_triton_backward", _backward, _fake_backward)
 
 
 def configurations() -> Iterator[Configuration]:
-    """Every kernel at every tile of heads of 64 and 128 channels or states, and at the smallest."""
-    every = {"softplus": True, "gate": True, "packed": True}
-    none = dict.fromkeys(every, False)
-    for dtype, precision in (
-        (torch.bfloat16, "bf16"),
-        (torch.float16, "tf32"),
-        (torch.float32, "tf32"),
-        (torch.float32, "ieee"),
-    ):
-        yield from _kernels(dtype, precision, 48, 64, 128, 256, **every)
-    yield from _kernels(torch.bfloat16, "bf16", 48, 64, 128, 256, **none)
-    yield from _kernels(torch.bfloat16, "bf16", 24, 64, 64, 128, **every)
-    yield from _kernels(torch.bfloat16, "bf16", 3, 16, 16, 16, **every)
+    """Every kernel at the tiles of large heads and states in bfloat16; the kernels with products in
+    the other precisions, without options, and at the smallest tiles."""
+    large: Any = {"H": 48, "P": 64, "N": 128, "chunk": 256}
+    yield from _kernels(torch.bfloat16, "bf16", **large)
+    walked = [states for states in _STATES if states[2]["CARRY"]]
+    products = [*_PRODUCTS, *walked]
+    yield from _kernels(torch.float32, "ieee", **large, only=products)
+    yield from _kernels(torch.float32, "tf32", **large, only=products)
+    yield from _kernels(torch.float16, "tf32", **large, only=[*_PRODUCTS[1:4], *walked])
+    yield from _kernels(torch.bfloat16, "bf16", **large, options=False, only=_PRODUCTS[1:4])
+    yield from _kernels(torch.bfloat16, "bf16", 3, 16, 16, 16, only=_PRODUCTS[1:4])
+
+
+_Variant = tuple[Any, str, dict[str, Any]]
+_PRODUCTS: list[_Variant] = [
+    (ssd_pairs, "pairs", {}),
+    (ssd_outputs, "outputs", {"dy": None, "dz": None}),
+    (ssd_input_gradients, "input gradients", {}),
+    (ssd_pair_gradients, "pair gradients", {}),
+    (ssd_vector_gradients, "gradient of C", {"OF_C": True}),
+    (ssd_vector_gradients, "gradient of B", {"OF_C": False}),
+    (ssd_outputs, "gate gradient", {}),
+]
+_OTHERS: list[_Variant] = [(ssd_decays, "decays", {}), (ssd_step_gradients, "step gradients", {})]
+_STATES: list[_Variant] = []
+for _carry, _how in ((True, "walked"), (False, "apart")):
+    _given = {"BACKWARD": False, "CARRY": _carry, "entered": None, "inner": None}
+    _STATES.append((ssd_states, f"states {_how}", _given))
+    _STATES.append((ssd_states, f"gradients of states {_how}", {"BACKWARD": True, "CARRY": _carry}))
+_given = {"BACKWARD": False, "entered": None, "inner": None}
+_STATES += [(ssd_carry, "carry", {**_given, "CARRY": False})]
+_STATES += [(ssd_carry, "carry of gradients", {"BACKWARD": True, "CARRY": False})]
 
 
 def _kernels(
@@ -212,38 +232,17 @@ def _kernels(
     N: int,
     chunk: int,
     *,
-    softplus: bool,
-    gate: bool,
-    packed: bool,
+    options: bool = True,
+    only: list[_Variant] | None = None,
 ) -> Iterator[Configuration]:
     kind = TYPE_NAMES[dtype]
     tiles = tiles_of(H, P, N, chunk, precision)
-    constants = {**tiles, "SOFTPLUS": softplus, "PACKED": packed, "OF_C": True}
-    absent = [] if gate else ["D", "z", "dD", "bias", "initial"]
-    absent += [] if packed else ["mask", "starts", "past", "opens"]
-    name = f"P={P} N={N} Q={tiles['Q']} {kind} {precision}{' all options' if gate else ''}"
-    variants: list[tuple[Any, str, dict[str, Any]]] = [
-        (ssd_decays, "decays", {}),
-        (ssd_pairs, "pairs", {}),
-        (ssd_outputs, "outputs", {"dy": None, "dz": None}),
-        (ssd_input_gradients, "input gradients", {}),
-        (ssd_pair_gradients, "pair gradients", {}),
-        (ssd_vector_gradients, "gradient of C", {"OF_C": True}),
-        (ssd_vector_gradients, "gradient of B", {"OF_C": False}),
-        (ssd_step_gradients, "step gradients", {}),
-    ]
-    for carry in (True, False):
-        way = "walked" if carry else "apart"
-        given = {"BACKWARD": False, "CARRY": carry, "entered": None, "inner": None}
-        variants.append((ssd_states, f"states {way}", given))
-        given = {"BACKWARD": True, "CARRY": carry}
-        variants.append((ssd_states, f"gradients of states {way}", given))
-    if gate:
-        variants.append((ssd_outputs, "gate gradient", {}))
-    if gate and dtype == torch.float32:
-        variants.append((ssd_carry, "carry", {"BACKWARD": False, "entered": None, "inner": None}))
-        variants.append((ssd_carry, "carry of gradients", {"BACKWARD": True}))
-    for kernel, about, given in variants:
+    constants = {**tiles, "SOFTPLUS": options, "PACKED": options}
+    names = ("D", "z", "dD", "bias", "initial", "mask", "starts", "past", "opens")
+    absent = [] if options else list(names)
+    name = f"P={P} N={N} Q={tiles['Q']} {kind}{'' if options else ' plain'}"
+    name += "" if precision == kind else f" {precision}"
+    for kernel, about, given in only or [*_OTHERS, *_PRODUCTS, *_STATES]:
         yield _configuration(kernel, f"{about} {name}", constants | given, absent, kind, precision)
 
 
@@ -269,12 +268,16 @@ def _configuration(
     signature = {n: types.get(n, "i32") for n in names if n not in constants}
     strides = {n for n in names if n not in types and n not in _SIZES}
     aligned = [n for n, t in signature.items() if t.startswith("*") or n in strides | {"P", "N"}]
-    products = kernel not in (ssd_decays, ssd_carry, ssd_step_gradients)
+    warps, stages, registers = resources_of(kernel.__name__, precision)
     return Configuration(
         kernel,
         f"ssd_scan {name}",
         signature,
         constants,
         tuple(aligned),
-        matrix=products and precision != "ieee" and constants["ROWS"] == 64,
+        num_warps=warps,
+        launch_warps=True,
+        num_stages=stages,
+        registers=registers,
+        matrix="PRECISION" in constants and precision != "ieee" and constants["ROWS"] == 64,
     )

@@ -20,7 +20,12 @@ from brickwork.kernels.ssd_scan_triton_forward import (
     ssd_pairs,
     ssd_states,
 )
-from brickwork.kernels.triton_support import cdiv, multiprocessors, next_power_of_2
+from brickwork.kernels.triton_support import (
+    cdiv,
+    launch_options,
+    multiprocessors,
+    next_power_of_2,
+)
 
 LARGEST_CHUNK = 256
 _CARRY_BLOCK = 1024
@@ -53,6 +58,13 @@ def tiles_of(H: int, P: int, N: int, chunk: int, how: str) -> dict[str, Any]:
         "BLOCK": _CARRY_BLOCK,
         "PRECISION": how,
     }
+
+
+def resources_of(kernel: str, precision: str) -> tuple[int, int, int | None]:
+    """Warps, stages of the loops and the limit of registers."""
+    if kernel in ("ssd_decays", "ssd_carry", "ssd_step_gradients"):
+        return 4, 1, None
+    return 8, 1 if kernel == "ssd_states" and precision == "tf32" else 2, 255
 
 
 def _carries(programs: int, chunks: int, processors: int) -> bool:
@@ -152,7 +164,9 @@ class Scan:
     def launch(self, kernel: Any, grid: tuple[int, ...], **given: Any) -> None:
         if 0 not in grid:
             values = self.pool | given
-            kernel[grid](**{name: values[name] for name in kernel.arg_names})
+            warps, stages, registers = resources_of(kernel.__name__, values["PRECISION"])
+            options = launch_options(warps, stages=stages, registers=registers)
+            kernel[grid](**{name: values[name] for name in kernel.arg_names}, **options)
 
     def states(
         self, values: Tensor, vectors: Tensor, initial: Tensor | None, entered: Tensor | None = None

@@ -62,8 +62,13 @@ def rope(
     >>> rope(x, torch.tensor([1]), inv_freq=quarter_turn, layout="interleaved").flatten()
     tensor([-2.0000,  1.0000,  3.0000,  4.0000])
     """
-    _check(x_BTHD, positions_BT, inv_freq, layout, rotary_dim)
-    choose("rope", backend)
+    check_rope(x_BTHD, positions_BT, inv_freq, layout, rotary_dim)
+    chosen = choose("rope", backend, triton=lambda: why_not_triton(x_BTHD, inv_freq=inv_freq))
+    if chosen == "triton":
+        from brickwork.kernels.rope_triton import rope_triton
+
+        tables = cos_sin(positions_BT, inv_freq, scale, torch.float32)
+        return rope_triton(x_BTHD, None, *tables, layout=layout)[0]
     return rope_reference(
         x_BTHD, positions_BT, inv_freq=inv_freq, layout=layout, rotary_dim=rotary_dim, scale=scale
     )
@@ -94,7 +99,7 @@ def rope_rotate_half_reference(
     """`rope` with `layout="half"`: (u, v) are the first and second half of the rotated channels."""
     x, tail = _split(x_BTHD, rotary_dim)
     with autocast_off(x):
-        cos, sin = _cos_sin(positions_BT, inv_freq, scale, compute_dtype(x))
+        cos, sin = cos_sin(positions_BT, inv_freq, scale, compute_dtype(x))
         u, v = x.to(cos.dtype).chunk(2, -1)
         turned = torch.cat((u * cos - v * sin, v * cos + u * sin), -1)
         return torch.cat((turned.to(x.dtype), tail), -1)
@@ -112,7 +117,7 @@ def rope_interleaved_reference(
     and odd channels. It compiles and exports where complex numbers do not."""
     x, tail = _split(x_BTHD, rotary_dim)
     with autocast_off(x):
-        cos, sin = _cos_sin(positions_BT, inv_freq, scale, compute_dtype(x))
+        cos, sin = cos_sin(positions_BT, inv_freq, scale, compute_dtype(x))
         u, v = rearrange(x.to(cos.dtype), "... (f two) -> two ... f", two=2)
         turned = torch.stack((u * cos - v * sin, v * cos + u * sin), -1)
         return torch.cat((turned.flatten(-2).to(x.dtype), tail), -1)
@@ -216,15 +221,18 @@ def _check_integers(argument: str, tensor: Tensor) -> None:
         raise ValueError(f"{argument} must be integers, got {tensor.dtype}")
 
 
-def _check(
+def check_rope(
     x_BTHD: Tensor,
     positions_BT: Tensor,
     inv_freq: Tensor,
     layout: Layout,
     rotary_dim: int | None,
+    *,
+    name: str = "x",
 ) -> None:
-    check_floating(x=x_BTHD, inv_freq=inv_freq)
-    sizes = check_shapes(x=(x_BTHD, "B T H D"))
+    """Raise unless these are arguments of `rope`, whose first one is called `name`."""
+    check_floating(**{name: x_BTHD}, inv_freq=inv_freq)
+    sizes = check_shapes(**{name: (x_BTHD, "B T H D")})
     check_one_of("layout", layout, LAYOUTS)
     width = check_rotary_dim(rotary_dim, sizes["D"])
     check_positions(positions_BT, sizes["B"], sizes["T"])
@@ -257,8 +265,19 @@ def _angles(positions_BT: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> Tenso
     return (positions[..., None] * frequencies)[:, :, None]
 
 
-def _cos_sin(
+def cos_sin(
     positions_BT: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    angles = _angles(positions_BT, inv_freq, dtype)
-    return angles.cos() * scale, angles.sin() * scale
+    """The factors of a rotation, each (B or 1, T, 1, F)."""
+    with autocast_off(positions_BT):
+        angles = _angles(positions_BT, inv_freq, dtype)
+        return angles.cos() * scale, angles.sin() * scale
+
+
+def why_not_triton(*tensors: Tensor | None, inv_freq: Tensor) -> str | None:
+    """Why the Triton kernels cannot rotate these tensors, or None."""
+    from brickwork.kernels.triton_support import why_not
+
+    if inv_freq.requires_grad and torch.is_grad_enabled():
+        return "it has no gradient of inv_freq"
+    return why_not(*tensors)

@@ -45,8 +45,17 @@ def swiglu(gate: Tensor, up: Tensor, *, cast: GateCast = "once", backend: str = 
         if of_gate != of_up:
             raise ValueError(f"up must have the {what} of gate, {of_gate}, got {of_up}")
     check_one_of("cast", cast, ("once", "before_up"))
-    choose("swiglu", backend)
+    if choose("swiglu", backend, triton=lambda: _why_not_triton(gate, up)) == "triton":
+        from brickwork.kernels.swiglu_triton import swiglu_triton
+
+        return swiglu_triton(gate, up, cast=cast)
     return swiglu_reference(gate, up, cast=cast)
+
+
+def _why_not_triton(*tensors: Tensor) -> str | None:
+    from brickwork.kernels.triton_support import why_not
+
+    return why_not(*tensors)
 
 
 def swiglu_reference(gate: Tensor, up: Tensor, *, cast: GateCast = "once") -> Tensor:

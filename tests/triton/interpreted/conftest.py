@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import interpreter
+import numpy as np
 import pytest
 
 from brickwork.kernels.backend import triton_interprets
@@ -12,6 +15,8 @@ if not triton_interprets():
 
 
 @pytest.fixture(autouse=True)
-def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     interpreter.round_to_nearest(monkeypatch)
     interpreter.leave_tensors_in_place(monkeypatch)
+    with np.errstate(all="ignore"):  # a GPU does not warn of an infinity
+        yield

@@ -4,7 +4,6 @@ configuration of a kernel is described to the checks that compile it for GPUs th
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -69,8 +68,16 @@ def unavailable_here() -> str | None:
     return reasons[0] if None not in reasons else None
 
 
-@functools.cache
+_gpus: dict[int, str | None] = {}  # torch.compile warns of functools.cache
+
+
 def _why_not_gpu(index: int) -> str | None:
+    if index not in _gpus:
+        _gpus[index] = _why_not_this_gpu(index)
+    return _gpus[index]
+
+
+def _why_not_this_gpu(index: int) -> str | None:
     if torch.version.hip is not None or not torch.cuda.is_available():
         return None  # without CUDA only fake tensors can be on such a device
     capability = torch.cuda.get_device_capability(index)

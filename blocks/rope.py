@@ -19,6 +19,16 @@ from brickwork.kernels.rope import (
 )
 
 
+class _Last:
+    """The frequencies last computed; copies and pickles of a module start without."""
+
+    def __init__(self) -> None:
+        self.inv_freq: Tensor | None = None
+
+    def __reduce__(self) -> tuple[type[_Last], tuple[()]]:
+        return _Last, ()
+
+
 class RoPE(nn.Module):
     """Rotary position embedding of queries and keys.
 
@@ -86,6 +96,7 @@ class RoPE(nn.Module):
             rotary_dim=self.rotary_dim,
         )
         self.scaling = None if scaling is None else dict(scaling)
+        self._last = _Last()
 
     def reset_parameters(self) -> None:
         """Nothing to do: there are no parameters."""
@@ -125,11 +136,20 @@ class RoPE(nn.Module):
         return rope(
             x_BTHD,
             positions,
-            inv_freq=self.inv_freq(x_BTHD.device, lengths),
+            inv_freq=self._inv_freq(x_BTHD, lengths),
             layout=self.layout,
             rotary_dim=self.rotary_dim,
             scale=self.scale,
         )
+
+    def _inv_freq(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        """`inv_freq`, kept for the next call on the same device where that changes nothing."""
+        if lengths is not None or not values_readable(x):
+            return self.inv_freq(x.device, lengths)
+        if self._last.inv_freq is None or self._last.inv_freq.device != x.device:
+            with torch.inference_mode(False):
+                self._last.inv_freq = self.inv_freq(x.device)
+        return self._last.inv_freq
 
     def _check_limit(self, positions: Tensor) -> None:
         if self.max_positions is None or not positions.numel() or not values_readable(positions):

@@ -154,7 +154,7 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
 def autocast_off(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     """A context with autocast off on `tensor`'s device; does nothing where there is no autocast."""
     device = tensor.device.type
-    if not torch.amp.is_autocast_available(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return contextlib.nullcontext()
     return torch.autocast(device, enabled=False)
 

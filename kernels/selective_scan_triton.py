@@ -29,14 +29,17 @@ import torch
 from torch import Tensor
 
 from brickwork.kernels import triton_support
-from brickwork.kernels.selective_scan_triton_kernels import (
+from brickwork.kernels.selective_scan_triton_backward import (
     backward_kernel,
     backward_summary_kernel,
+)
+from brickwork.kernels.selective_scan_triton_forward import (
     combine_kernel,
     forward_kernel,
     prepare_kernel,
 )
 from brickwork.kernels.triton_support import TYPE_NAMES, Configuration, cdiv, next_power_of_2
+from brickwork.kernels.triton_support import unavailable_here as unavailable_here
 
 _ENOUGH = 4  # programs for each multiprocessor that fill it
 _Q_FORWARD = 16  # tokens that a program carries a state through at a time
@@ -50,21 +53,10 @@ def why_not(*tensors: Tensor | None) -> str | None:
 
 
 def selective_scan_triton(
-    x: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None,
-    z: Tensor | None,
-    delta_bias: Tensor | None,
-    softplus: bool,
-    reverse: bool,
-    mask: Tensor | None,
-    starts: Tensor | None,
-    initial_state: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None,
+    z: Tensor | None, delta_bias: Tensor | None, softplus: bool, reverse: bool,
+    mask: Tensor | None, starts: Tensor | None, initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`selective_scan` for checked arguments, with B and C (B, T, G, N) and sequence starts."""
     tensors = (x, delta, A, B, C, D, z, delta_bias, initial_state)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -74,29 +66,16 @@ def selective_scan_triton(
 
 def _flags(mask: Tensor | None, starts: Tensor | None) -> Tensor | None:
     """(B, T): 1 for a real token, 2 more where a sequence starts; None if all are 1."""
-    if mask is None and starts is None:
-        return None
     if starts is None:
-        return mask.to(torch.uint8)
-    flags = 2 * starts.to(torch.uint8)
-    return flags + (1 if mask is None else mask.to(torch.uint8))
+        return None if mask is None else mask.to(torch.uint8)
+    return 2 * starts.to(torch.uint8) + (1 if mask is None else mask.to(torch.uint8))
 
 
 def _forward(
-    x: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    delta_bias: Tensor | None,
-    initial_state: Tensor | None,
-    flags: Tensor | None,
-    softplus: bool,
-    reverse: bool,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
+    delta_bias: Tensor | None, initial_state: Tensor | None, flags: Tensor | None, softplus: bool,
+    reverse: bool, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y, the final state and, if `keep`, the states (B, chunks, N, E) in front of the chunks."""
     y, final_state, states = _empty_results(x, A, keep)
     if y.numel() == 0:
@@ -105,7 +84,8 @@ def _forward(
         return y, final_state.copy_(initial_state), states
     (batch, tokens, channels), groups, state = x.shape, B.shape[2], A.shape[1]
     x, delta, A = _dense(x), _dense(delta), A.mT.contiguous()
-    z, D, delta_bias, flags = (None if t is None else _dense(t) for t in (z, D, delta_bias, flags))
+    z, D, delta_bias = (None if t is None else _dense(t) for t in (z, D, delta_bias))
+    flags = None if flags is None else flags.contiguous()
     block, chunk = _block_of_forward(x, groups), _chunk(state)
     segments, segment = _segments(x, groups, block, chunk)
     carry, decay = _carry(x, state, segments)
@@ -114,36 +94,12 @@ def _forward(
 
     def run(summary: bool) -> None:
         forward_kernel[(programs * (segments - summary),)](
-            x,
-            delta,
-            A,
-            prepared,
-            D,
-            z,
-            delta_bias,
-            flags,
-            carry,
-            decay if summary else None,
-            states if keep and not summary else None,
-            None if summary else y,
-            *_strides(x, delta, z),
-            tokens,
-            prepared.shape[2],
-            channels,
-            groups,
-            state,
-            segments,
-            segment,
-            chunk,
-            0,
-            SUMMARY=summary,
-            SOFTPLUS=softplus,
-            TURN=-1 if reverse else 1,
-            N=state,
-            Q=_Q_FORWARD,
-            BLOCK=block,
-            num_warps=1,
-        )
+            x, delta, A, prepared, D, z, delta_bias, flags, carry, decay if summary else None,
+            states if keep and not summary else None, None if summary else y,
+            *_strides(x, delta, z), tokens, prepared.shape[2], channels, groups, state, segments,
+            segment, chunk, 0, SUMMARY=summary, SOFTPLUS=softplus, TURN=-1 if reverse else 1,
+            N=state, Q=_Q_FORWARD, BLOCK=block, num_warps=1,
+        )  # fmt: skip
 
     if segments > 1:
         run(summary=True)
@@ -153,22 +109,10 @@ def _forward(
 
 
 def _backward(
-    dy: Tensor | None,
-    dfinal: Tensor | None,
-    states: Tensor,
-    x: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    delta_bias: Tensor | None,
-    initial_state: Tensor | None,
-    flags: Tensor | None,
-    softplus: bool,
-    reverse: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dy: Tensor | None, dfinal: Tensor | None, states: Tensor, x: Tensor, delta: Tensor, A: Tensor,
+    B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, delta_bias: Tensor | None,
+    initial_state: Tensor | None, flags: Tensor | None, softplus: bool, reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, delta, A, B, C, D, z, delta_bias and initial_state, in this order."""
     grads = _empty_gradients(x, delta, A, B, C, D, z, delta_bias, initial_state)
     dx, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dinitial = grads
@@ -180,9 +124,10 @@ def _backward(
     (batch, tokens, channels), groups, state = x.shape, B.shape[2], A.shape[1]
     dy = x.new_zeros(()).expand(x.shape) if dy is None else dy
     dy, x, delta = (_dense(t) for t in (dy, x, delta))
-    z, D, delta_bias, flags = (None if t is None else _dense(t) for t in (z, D, delta_bias, flags))
+    z, D, delta_bias = (None if t is None else _dense(t) for t in (z, D, delta_bias))
+    flags = None if flags is None else flags.contiguous()
     A = A.mT.contiguous()
-    block, chunk = _block_of_backward(x, groups), _chunk(state)
+    block, chunk = _block_of_backward(x, groups, flags), _chunk(state)
     segments, segment = _segments(x, groups, block, chunk)
     carry, decay = _carry(x, state, segments)
     prepared = _prepare(B, C, flags, reverse)
@@ -198,21 +143,9 @@ def _backward(
     }
     if segments > 1:
         backward_summary_kernel[(batch * groups * blocks * (segments - 1),)](
-            dy,
-            delta,
-            A,
-            prepared,
-            z,
-            delta_bias,
-            flags,
-            carry,
-            decay,
-            *strides[:2],
-            *strides[4:],
-            *sizes,
-            **constants,
-            num_warps=1,
-        )
+            dy, delta, A, prepared, z, delta_bias, flags, carry, decay, *strides[:2], *strides[4:],
+            *sizes, **constants, num_warps=1,
+        )  # fmt: skip
     _begin(carry, decay, dfinal, backwards=True)
     wide: Any = {"dtype": torch.float32, "device": x.device}
     sums = torch.empty(batch, segments, 2, channels, **wide)
@@ -220,32 +153,10 @@ def _backward(
     scratch = torch.empty(batch, segments, chunk // _Q_BACKWARD, state, channels, **wide)
     shares = torch.empty(blocks, batch, groups, padded, 2, state, **wide)
     backward_kernel[(batch * groups * blocks * segments,)](
-        dy,
-        x,
-        delta,
-        A,
-        prepared,
-        D,
-        z,
-        delta_bias,
-        flags,
-        states,
-        carry,
-        scratch,
-        dx,
-        ddelta,
-        rates,
-        shares,
-        None if z is None else dz,
-        sums,
-        *strides,
-        batch,
-        *sizes,
-        chunk,
-        0,
-        **constants,
-        num_warps=1,
-    )
+        dy, x, delta, A, prepared, D, z, delta_bias, flags, states, carry, scratch, dx, ddelta,
+        rates, shares, None if z is None else dz, sums, *strides, batch, *sizes, chunk, 0,
+        **constants, num_warps=1,
+    )  # fmt: skip
     dA.copy_(rates.sum((0, 1)).mT)
     of_tokens = shares.sum(0)[:, :, :tokens]
     of_tokens = (of_tokens.flip(2) if reverse else of_tokens).transpose(1, 2)
@@ -278,21 +189,9 @@ def _prepare(B: Tensor, C: Tensor, flags: Tensor | None, reverse: bool) -> Tenso
     prepared = torch.empty(batch, groups, padded, 2, state, dtype=torch.float32, device=B.device)
     columns, rows = _shape_of_preparation(state)
     prepare_kernel[(batch * groups * cdiv(padded, rows),)](
-        B,
-        C,
-        flags,
-        prepared,
-        *B.stride()[:3],
-        *C.stride()[:3],
-        tokens,
-        padded,
-        groups,
-        REVERSE=reverse,
-        N=state,
-        COLUMNS=columns,
-        ROWS=rows,
-        num_warps=4,
-    )
+        B, C, flags, prepared, *B.stride()[:3], *C.stride()[:3], tokens, padded, groups,
+        REVERSE=reverse, N=state, COLUMNS=columns, ROWS=rows, num_warps=4,
+    )  # fmt: skip
     return prepared
 
 
@@ -344,9 +243,9 @@ def _block_of_forward(x: Tensor, groups: int) -> int:
     return 64 if programs >= 2 * _ENOUGH * triton_support.multiprocessors(x) else 32
 
 
-def _block_of_backward(x: Tensor, groups: int) -> int:
-    """Two channels a thread halve the work of the sums over channels."""
-    return 32 if x.shape[2] // groups <= 32 else 64
+def _block_of_backward(x: Tensor, groups: int, flags: Tensor | None) -> int:
+    """Two channels a thread halve the work of the sums over channels, where registers allow it."""
+    return 32 if x.shape[2] // groups <= 32 or flags is not None else 64
 
 
 def _segments(x: Tensor, groups: int, block: int, chunk: int) -> tuple[int, int]:
@@ -371,26 +270,33 @@ def _empty_results(x: Tensor, A: Tensor, keep: bool) -> tuple[Tensor, Tensor, Te
 
 
 def _empty_gradients(
-    x: Tensor, *tensors: Tensor | None
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Room for each gradient in its tensor's shape and dtype; the sums of the kernels also have one
-    where there is no tensor."""
-    delta, A, B, C, D, z, delta_bias, initial = tensors
-    channels = x.new_empty(x.shape[2], dtype=torch.float32)
-    states = x.new_empty(x.shape[0], x.shape[2], A.shape[1], dtype=torch.float32)
-    return tuple(
-        torch.empty(t.shape, dtype=t.dtype, device=x.device)
-        for t in (
-            x,
-            delta,
-            A,
-            B,
-            C,
-            channels if D is None else D,
-            x[:, :0] if z is None else z,
-            channels if delta_bias is None else delta_bias,
-            states if initial is None else initial,
-        )
+    """Room for each gradient in its tensor's dtype; but for z's also where there is no tensor."""
+    (rows, _, channels), state = x.shape, A.shape[1]
+
+    def empty(like: Tensor | None, *size: int) -> Tensor:
+        dtype = torch.float32 if like is None else like.dtype
+        return torch.empty(size if like is None else like.shape, dtype=dtype, device=x.device)
+
+    return (
+        empty(x),
+        empty(delta),
+        empty(A),
+        empty(B),
+        empty(C),
+        empty(D, channels),
+        empty(z, 0),
+        empty(delta_bias, channels),
+        empty(initial_state, rows, channels, state),
     )
 
 
@@ -447,16 +353,22 @@ def configurations() -> Iterator[Configuration]:
         options = "all options" if given == every else f"{len(given)} options"
         name = f"N = {state}, {block} channels, {TYPE_NAMES[dtype]}, {options}"
         types = dict.fromkeys(("X", "DELTA", "B", "C", "Z", "Y", "DY", "DX", "DDELTA", "DZ"), dtype)
-        both = {"SOFTPLUS": bool(given), "TURN": -1 if given == every else 1, "N": state}
+        both: dict[str, Any] = {
+            "SOFTPLUS": bool(given),
+            "TURN": -1 if given == every else 1,
+            "N": state,
+        }
         both |= {"BLOCK": block, **dict.fromkeys(every - given - {"STATES"})}
         forward = both | {"Q": _Q_FORWARD, "SUMMARY": False, "DECAY": None}
         forward |= {} if "STATES" in given else {"STATES": None}
         backward = both | {"Q": _Q_BACKWARD} | ({} if "Z" in given else {"DZ": None})
         yield _configuration(forward_kernel, f"forward, {name}", forward, types)
-        yield _configuration(backward_kernel, f"backward, {name}", backward, types)
+        summary = both | {"Q": _Q_FORWARD, "SUMMARY": True, "Y": None, "STATES": None}
         if given == every:
-            summary = both | {"Q": _Q_FORWARD, "SUMMARY": True, "Y": None, "STATES": None}
             yield _configuration(forward_kernel, f"forward summary, {name}", summary, types)
+        if given != every or block == 32:  # not dispatched otherwise
+            yield _configuration(backward_kernel, f"backward, {name}", backward, types)
+        if given == (every if block == 32 else every - {"FLAGS"}):
             kernel, label = backward_summary_kernel, f"backward summary, {name}"
             yield _configuration(kernel, label, backward, types)
     for state in (16, 128):

@@ -1,0 +1,202 @@
+# mypy: ignore-errors
+# Triton's language has no Python types.
+"""The kernels of `causal_conv1d_triton`.
+
+s is a place in scan order, t the token there, c the channels of a program. A window is a tuple of
+the WIDTH - 1 tokens in front, the nearest last, in float32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _token(ORDER, b, s, tokens, REVERSE: tl.constexpr):
+    """The token at place `s` of row `b` in scan order; any, where that is outside."""
+    if ORDER is not None:
+        inside = (s >= 0) & (s < tokens)
+        return tl.load(ORDER + b * tokens + s, mask=inside, other=0)
+    elif REVERSE:
+        return (tokens - 1 - s).to(tl.int64)
+    else:
+        return s.to(tl.int64)
+
+
+@triton.jit
+def _cut(window, start):
+    """`window`, all 0 if a sequence starts behind it."""
+    kept = ()
+    for i in tl.static_range(len(window)):
+        kept = kept + (tl.where(start, 0.0, window[i]),)
+    return kept
+
+
+@triton.jit
+def _before(
+    X, INITIAL, ORDER, STARTS, b, begin, count, tokens, x_token, c, channels, WIDTH: tl.constexpr,
+    REVERSE: tl.constexpr,
+):  # fmt: skip
+    """The WIDTH - 1 tokens in front of place `begin`, the nearest last, 0 where there is none."""
+    window = ()
+    for i in tl.static_range(WIDTH - 1):
+        s = begin - (WIDTH - 1) + i
+        inside = (s >= 0) & (s < count)
+        t = _token(ORDER, b, s, tokens, REVERSE)
+        tap = tl.load(X + t * x_token + c, mask=inside & (c < channels), other=0.0).to(tl.float32)
+        if INITIAL is not None:
+            at = INITIAL + (b * (WIDTH - 1) + s + (WIDTH - 1)) * channels + c
+            tap += tl.load(at, mask=(s < 0) & (c < channels), other=0.0).to(tl.float32)
+        if STARTS is not None:
+            start = tl.load(STARTS + b * tokens + t, mask=inside, other=0) != 0
+            window = _cut(window, start)
+        window = window + (tap,)
+    return window
+
+
+@triton.jit
+def _filter(WEIGHT, BIAS, c, channels, WIDTH: tl.constexpr):
+    """The columns of the weight, and the bias."""
+    weights = ()
+    for k in tl.static_range(WIDTH):
+        column = tl.load(WEIGHT + k * channels + c, mask=c < channels, other=0.0)
+        weights = weights + (column.to(tl.float32),)
+    if BIAS is not None:
+        bias = tl.load(BIAS + c, mask=c < channels, other=0.0).to(tl.float32)
+    else:
+        bias = tl.zeros_like(weights[0])
+    return weights, bias
+
+
+@triton.jit
+def _convolve(taps, weights, bias):
+    sum = bias
+    for k in tl.static_range(len(taps)):
+        sum += taps[k] * weights[k]
+    return sum
+
+
+@triton.jit(do_not_specialize=["tokens", "per_program"])
+def forward_kernel(
+    X, WEIGHT, BIAS, INITIAL, ORDER, COUNT, STARTS, Y, x_batch, x_token, tokens, channels,
+    per_program, WIDTH: tl.constexpr, SILU: tl.constexpr, REVERSE: tl.constexpr,
+    UNROLL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    blocks, parts = tl.cdiv(channels, BLOCK), tl.cdiv(tokens, per_program)
+    c = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0) // blocks
+    b = (row // parts).to(tl.int64)
+    begin = row % parts * per_program
+    end = tl.minimum(begin + per_program, tokens)
+    count = tl.load(COUNT + b).to(tl.int32) if COUNT is not None else tokens
+    X += b * x_batch
+    Y += b * tokens * channels
+    weights, bias = _filter(WEIGHT, BIAS, c, channels, WIDTH)
+    window = _before(
+        X, INITIAL, ORDER, STARTS, b, begin, count, tokens, x_token, c, channels, WIDTH, REVERSE
+    )
+    for first in range(begin, end, UNROLL):
+        rows, places = (), ()
+        for j in tl.static_range(UNROLL):
+            s = first + j
+            t = _token(ORDER, b, s, tokens, REVERSE)
+            real = (s < end) & (s < count) & (c < channels)
+            rows = rows + (tl.load(X + t * x_token + c, mask=real, other=0.0),)
+            places = places + (t,)
+        for j in tl.static_range(UNROLL):
+            s = first + j
+            if STARTS is not None:
+                inside = (s < end) & (s < count)
+                start = tl.load(STARTS + b * tokens + places[j], mask=inside, other=0) != 0
+                window = _cut(window, start)
+            taps = window + (rows[j].to(tl.float32),)
+            y = _convolve(taps, weights, bias)
+            if SILU:
+                y = y * tl.sigmoid(y)
+            if ORDER is not None:
+                y = tl.where(s < count, y, 0.0)
+            at = Y + places[j] * channels + c
+            tl.store(at, y.to(Y.dtype.element_ty), mask=(s < end) & (c < channels))
+            window = taps[1:]
+
+
+@triton.jit(do_not_specialize=["tokens", "per_program"])
+def backward_kernel(
+    DY, X, WEIGHT, BIAS, INITIAL, ORDER, COUNT, STARTS, DX, DINITIAL, SUMS, dy_batch, dy_token,
+    x_batch, x_token, tokens, channels, per_program, WIDTH: tl.constexpr, SILU: tl.constexpr,
+    REVERSE: tl.constexpr, UNROLL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A token's gradient is complete WIDTH - 1 tokens later, so the walk goes on for as many."""
+    blocks, parts = tl.cdiv(channels, BLOCK), tl.cdiv(tokens, per_program)
+    c = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    b = row // parts
+    begin = (row % parts).to(tl.int32) * per_program
+    end = tl.minimum(begin + per_program, tokens)
+    count = tl.load(COUNT + b).to(tl.int32) if COUNT is not None else tokens
+    X += b * x_batch
+    DY += b * dy_batch
+    DX += b * tokens * channels
+    weights, bias = _filter(WEIGHT, BIAS, c, channels, WIDTH)
+    window = _before(
+        X, INITIAL, ORDER, STARTS, b, begin, count, tokens, x_token, c, channels, WIDTH, REVERSE
+    )
+    zero = tl.zeros((BLOCK,), tl.float32)
+    waiting, linked, dweight = (), (), ()  # gradients of the window; whether it is of this sequence
+    for _ in tl.static_range(WIDTH - 1):
+        waiting, linked = waiting + (zero,), linked + (begin >= 0,)
+    for _ in tl.static_range(WIDTH):
+        dweight = dweight + (zero,)
+    dbias = zero
+    for first in range(begin, end + WIDTH - 1, UNROLL):
+        rows, slopes, places = (), (), ()
+        for j in tl.static_range(UNROLL):
+            s = first + j
+            t = _token(ORDER, b, s, tokens, REVERSE)
+            real = (s < end + WIDTH - 1) & (s < count) & (c < channels)
+            rows = rows + (tl.load(X + t * x_token + c, mask=real, other=0.0),)
+            slopes = slopes + (tl.load(DY + t * dy_token + c, mask=real, other=0.0),)
+            places = places + (t,)
+        for j in tl.static_range(UNROLL):
+            s = first + j
+            if STARTS is not None:
+                start = tl.load(STARTS + b * tokens + places[j], mask=s < count, other=0) != 0
+                window = _cut(window, start)
+                kept = ()
+                for i in tl.static_range(WIDTH - 1):
+                    kept = kept + (linked[i] & (start == 0),)
+                linked = kept
+            taps = window + (rows[j].to(tl.float32),)
+            slope = slopes[j].to(tl.float32)
+            if SILU:
+                y = _convolve(taps, weights, bias)
+                gate = tl.sigmoid(y)
+                slope *= gate * (1 + y * (1 - gate))
+            own = tl.where(s < end, slope, 0.0)
+            dbias += own
+            grads, sums = (), ()
+            for k in tl.static_range(WIDTH):
+                sums = sums + (dweight[k] + own * taps[k],)
+                part = slope * weights[k]
+                if k == WIDTH - 1:
+                    grads = grads + (part,)
+                elif STARTS is not None:
+                    grads = grads + (waiting[k] + tl.where(linked[k], part, 0.0),)
+                else:
+                    grads = grads + (waiting[k] + part,)
+            dweight = sums
+            done = s - (WIDTH - 1)
+            inside = (done >= begin) & (done < end)
+            at = DX + _token(ORDER, b, done, tokens, REVERSE) * channels + c
+            tl.store(at, grads[0].to(DX.dtype.element_ty), mask=inside & (c < channels))
+            if DINITIAL is not None:
+                at = DINITIAL + (b * (WIDTH - 1) + s) * channels + c
+                mask = (done < 0) & (c < channels)
+                tl.store(at, grads[0].to(DINITIAL.dtype.element_ty), mask=mask & (begin == 0))
+            window, waiting = taps[1:], grads[1:]
+            linked = linked[1:] + (begin >= 0,) if WIDTH > 1 else ()
+    SUMS += row * (WIDTH + 1) * channels + c
+    for k in tl.static_range(WIDTH):
+        tl.store(SUMS + k * channels, dweight[k], mask=c < channels)
+    tl.store(SUMS + WIDTH * channels, dbias, mask=c < channels)

@@ -1,0 +1,272 @@
+# mypy: ignore-errors
+# Triton's language has no Python types.
+"""The kernels of `selective_scan_triton` for values, and what those for gradients share.
+
+A program takes BLOCK channels of one row and one segment of its tokens, and Q tokens at a time: it
+loads what belongs to the channels, and then, for one n after the other, carries the n-th state of
+its channels through the Q tokens in registers. Between groups of Q tokens the states wait in CARRY.
+So registers depend on Q and BLOCK alone, never on N, and the loads of Q tokens are in flight at
+once. s is a place in scan order, t the token there. FLAGS holds 1 for a real token and 2 more where
+a sequence starts. B and C come prepared, as BC, so that their Q numbers lie at fixed distances.
+
+`nought` is 0, which the compiler does not know, lest it keep the addresses of the first loads for
+the last ones, through the loop over n, in twice Q registers for each tensor.
+
+A tuple is Q values, one a token. Each kernel is one warp wide: sums over channels need no shared
+memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+VARY = ["tokens", "segments", "segment", "nought"]
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def prepare_kernel(
+    B, C, FLAGS, BC, b_batch, b_token, b_group, c_batch, c_token, c_group, tokens, padded, groups,
+    REVERSE: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """B and C in scan order, (batch, groups, padded, 2, N) in float32, 0 where no real token is."""
+    blocks = tl.cdiv(padded, ROWS)
+    s = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    group = row % groups
+    batch_row = row // groups
+    n = tl.arange(0, COLUMNS)[None, :]
+    if REVERSE:
+        t = (tokens - 1 - s).to(tl.int64)
+    else:
+        t = s.to(tl.int64)
+    real = s < tokens
+    if FLAGS is not None:
+        real = (tl.load(FLAGS + batch_row * tokens + t, mask=real, other=0).to(tl.int32) & 1) != 0
+    mask = real[:, None] & (n < N)
+    t = t[:, None]
+    b = tl.load(B + batch_row * b_batch + group * b_group + t * b_token + n, mask=mask, other=0.0)
+    c = tl.load(C + batch_row * c_batch + group * c_group + t * c_token + n, mask=mask, other=0.0)
+    out = BC + (row * padded + s[:, None]) * (2 * N) + n
+    mask = (s < padded)[:, None] & (n < N)
+    tl.store(out, b.to(tl.float32), mask=mask)
+    tl.store(out + N, c.to(tl.float32), mask=mask)
+
+
+@triton.jit
+def place_of(tokens, channels, groups, segment, part, parts, BLOCK: tl.constexpr):
+    """Of this program, one of those for the `parts` segments from `part` on: row, segment, its
+    first place, the place behind it, group, the number of its block in the group, its channels,
+    which of them there are."""
+    width = channels // groups
+    blocks = tl.cdiv(width, BLOCK)
+    block = tl.program_id(0) % (groups * blocks)
+    row = tl.program_id(0) // (groups * blocks)
+    part += row % parts
+    begin = part * segment
+    at = block % blocks * BLOCK + tl.arange(0, BLOCK)
+    return (
+        (row // parts).to(tl.int64),
+        part.to(tl.int64),
+        begin,
+        tl.minimum(begin + segment, tokens),
+        block // blocks,
+        block % blocks,
+        block // blocks * width + at,
+        at < width,
+    )
+
+
+@triton.jit
+def _softplus(v):
+    """log(1 + exp(v)), to float32's precision for small results too: 2 artanh(e / (2 + e))."""
+    e = tl.exp2(-tl.abs(v) * LOG2_E)
+    u = e / (2 + e)
+    q = u * u
+    series = 1 / 11 + q * (1 / 13 + q * (1 / 15))
+    series = 1 / 3 + q * (1 / 5 + q * (1 / 7 + q * (1 / 9 + q * series)))
+    return tl.maximum(v, 0.0) + 2 * u * (1 + q * series)
+
+
+@triton.jit
+def tokens_of(FLAGS, first, end, tokens, TURN: tl.constexpr, Q: tl.constexpr):
+    """Q tokens from place `first` on: the first of them, and for each whether it is real, and
+    a bit whether a sequence starts at it. The others lie TURN (1 or -1) apart."""
+    if TURN < 0:
+        t = tl.cast(tokens - 1 - first, tl.int64)
+    else:
+        t = tl.cast(first, tl.int64)
+    reals, starts = (), 0
+    for j in tl.static_range(Q):
+        real = first + j < end
+        if FLAGS is not None:
+            flags = tl.load(FLAGS + t + j * TURN, mask=real, other=0).to(tl.int32)
+            real = (flags & 1) != 0
+            starts += (flags >> 1) << j
+        reals = reals + (real,)
+    return t, reals, starts
+
+
+@triton.jit
+def rows_of(X, token_stride, e, inside, t, reals, TURN: tl.constexpr):
+    """X at each token, 0 where it is not real."""
+    stride = tl.cast(token_stride, tl.int64)
+    at = X + t * stride + e
+    rows = ()
+    for j in tl.static_range(len(reals)):
+        row = tl.load(at, mask=inside & reals[j], other=0.0)
+        rows = rows + (row.to(tl.float32),)
+        at += stride * TURN
+    return rows
+
+
+@triton.jit
+def steps_of(raw, bias, reals, SOFTPLUS: tl.constexpr):
+    """The step sizes, 0 at tokens that are not real."""
+    steps = ()
+    for j in tl.static_range(len(raw)):
+        v = raw[j] + bias
+        if SOFTPLUS:
+            v = _softplus(v)
+        steps = steps + (tl.where(reals[j], v, 0.0),)
+    return steps
+
+
+@triton.jit
+def products_of(one, other):
+    products = ()
+    for j in tl.static_range(len(one)):
+        products = products + (one[j] * other[j],)
+    return products
+
+
+@triton.jit
+def per_channel(P, e, inside):
+    """P at the channels in float32, 0 if it is not given."""
+    if P is not None:
+        return tl.load(P + e, mask=inside, other=0.0).to(tl.float32)
+    else:
+        return tl.zeros(e.shape, tl.float32)
+
+
+@triton.jit
+def numbers_of(BC, first, n, WHICH: tl.constexpr, N: tl.constexpr, Q: tl.constexpr):
+    """The n-th number of B (WHICH = 0) or C (1) at Q tokens from place `first` on."""
+    at = BC + tl.cast(first, tl.int64) * (2 * N) + n
+    numbers = ()
+    for j in tl.static_range(Q):
+        numbers = numbers + (tl.load(at + (2 * j + WHICH) * N),)
+    return numbers
+
+
+@triton.jit
+def decay_of(DECAY, A, total, cut, channels, states, e, inside):
+    """What is left of each state after steps of this sum, nothing if a sequence started."""
+    for n in range(states):
+        rate = tl.load(A + n * channels + e, mask=inside, other=0.0).to(tl.float32) * LOG2_E
+        left = tl.where(cut != 0, 0.0, tl.exp2(total * rate))
+        tl.store(DECAY + n * channels + e, left, mask=inside)
+
+
+@triton.jit(do_not_specialize=VARY)
+def forward_kernel(
+    X, DELTA, A, BC, D, Z, BIAS, FLAGS, CARRY, DECAY, STATES, Y, x_batch, x_token, delta_batch,
+    delta_token, z_batch, z_token, tokens, padded, channels, groups, states, segments, segment,
+    chunk, nought, SUMMARY: tl.constexpr, SOFTPLUS: tl.constexpr, TURN: tl.constexpr,
+    N: tl.constexpr, Q: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Carries CARRY (batch, segments, N, E) through each segment, from the state in front of it to
+    that behind it; gives Y and, where STATES is, the state in front of every chunk.
+
+    As a SUMMARY it starts from zeros, for all segments but the last, and gives DECAY instead of Y:
+    how much of a state in front of the segment is left behind it.
+    """
+    row, part, begin, end, group, _, e, inside = place_of(
+        tokens, channels, groups, segment, 0, segments - 1 if SUMMARY else segments, BLOCK
+    )
+    X += row * x_batch
+    DELTA += row * delta_batch
+    BC += (row * groups + group) * padded * (2 * N)
+    CARRY += (row * segments + part) * states * channels
+    if FLAGS is not None:
+        FLAGS += row * tokens
+    if STATES is not None:
+        STATES += row * tl.cdiv(tokens, chunk) * states * channels
+    bias = per_channel(BIAS, e, inside)
+    skip = per_channel(D, e, inside)
+    total = tl.zeros((BLOCK,), tl.float32)
+    cut = 0
+    for first in range(begin, end, Q):
+        t, reals, starts = tokens_of(FLAGS, first, end, tokens, TURN, Q)
+        steps = steps_of(
+            rows_of(DELTA, delta_token, e, inside, t, reals, TURN), bias, reals, SOFTPLUS
+        )
+        xs = rows_of(X, x_token, e, inside, t, reals, TURN)
+        pushes = products_of(steps, xs)
+        ys = ()
+        for j in tl.static_range(Q):
+            if SUMMARY:
+                total += steps[j]
+            else:
+                ys = ys + (skip * xs[j],)
+        cut |= starts
+        for n in range(states):
+            at = n * channels + e
+            h = tl.load(CARRY + at, mask=inside, other=0.0)
+            if STATES is not None:
+                kept = STATES + (first // chunk).to(tl.int64) * states * channels + at
+                tl.store(kept, h, mask=inside & (first % chunk == 0))
+            rate = tl.load(A + at, mask=inside, other=0.0).to(tl.float32) * LOG2_E
+            bs = numbers_of(BC, first, n, 0, N, Q)
+            if not SUMMARY:
+                cs = numbers_of(BC, first, n, 1, N, Q)
+            sums = ()
+            for j in tl.static_range(Q):
+                if FLAGS is not None:
+                    h = tl.where((starts >> j) & 1 != 0, 0.0, h)
+                h = tl.exp2(steps[j] * rate) * h + pushes[j] * bs[j]
+                if not SUMMARY:
+                    sums = sums + (ys[j] + h * cs[j],)
+            ys = sums
+            tl.store(CARRY + at, h, mask=inside)
+        if not SUMMARY:
+            t, reals, starts = tokens_of(FLAGS, first + nought, end, tokens, TURN, Q)
+            if Z is not None:
+                zs = rows_of(Z + row * z_batch, z_token, e, inside, t, reals, TURN)
+            at = Y + (row * tokens + t) * channels + e
+            for j in tl.static_range(Q):
+                y = ys[j]
+                if Z is not None:
+                    y *= zs[j] * tl.sigmoid(zs[j])
+                if FLAGS is not None:
+                    y = tl.where(reals[j], y, 0.0)
+                tl.store(at, y.to(Y.dtype.element_ty), mask=inside & (first + j < end))
+                at += channels * TURN
+        tl.debug_barrier()  # the next tokens read CARRY
+    if SUMMARY:
+        DECAY += (row * segments + part) * states * channels
+        decay_of(DECAY, A, total, cut, channels, states, e, inside)
+
+
+@triton.jit(do_not_specialize=["segments"])
+def combine_kernel(
+    START, DECAY, CARRY, size, segments, BACKWARDS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """From what each segment does to a state, the state in front of each, in place; `size` is N·E.
+
+    The segments' effects are DECAY and, from zero, CARRY. START is in front of the first one, that
+    is the last one if BACKWARDS, whose effect is not asked for.
+    """
+    blocks = tl.cdiv(size, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    i = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    h = tl.load(START + row * size + i, mask=i < size, other=0.0)
+    for k in range(segments):
+        part = segments - 1 - k if BACKWARDS else k
+        at = (row * segments + part) * size + i
+        mask = (i < size) & (k < segments - 1)
+        change = tl.load(CARRY + at, mask=mask, other=0.0)
+        left = tl.load(DECAY + at, mask=mask, other=0.0)
+        tl.store(CARRY + at, h, mask=i < size)
+        h = tl.where(left == 0, 0.0, left * h) + change  # nothing is left of infinity either

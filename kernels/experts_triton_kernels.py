@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The kernels of `experts_triton`: products over rows of one expert, and sums of rows.
 
 C width, F hidden width, E experts, K chosen. A row tile is BM sorted rows of one expert. Widths and

@@ -19,12 +19,14 @@ from brickwork.assemblies.hf_config import LCPLMHFConfig as LCPLMHFConfig
 from brickwork.assemblies.hf_config import MiniLLaDAHFConfig as MiniLLaDAHFConfig
 from brickwork.assemblies.hf_config import RishHFConfig as RishHFConfig
 from brickwork.assemblies.hf_conversion import register_conversions
+from brickwork.assemblies.hf_experts import register_experts as register_experts
 from brickwork.assemblies.hf_lc_plm import LCPLMForMaskedLM as LCPLMForMaskedLM
 from brickwork.assemblies.hf_lc_plm import LCPLMModel as LCPLMModel
 from brickwork.assemblies.hf_mini_llada import MiniLLaDAForMaskedLM as MiniLLaDAForMaskedLM
 from brickwork.assemblies.hf_mini_llada import MiniLLaDAModel as MiniLLaDAModel
 from brickwork.assemblies.hf_rish import RishForCausalLM as RishForCausalLM
 from brickwork.assemblies.hf_rish import RishModel as RishModel
+from brickwork.assemblies.hf_tokenizer import protein_tokenizer as protein_tokenizer
 
 for _config, _model, _auto, _head in (
     (RishHFConfig, RishModel, AutoModelForCausalLM, RishForCausalLM),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin
+from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.utils import can_return_tuple
 
@@ -16,7 +17,7 @@ from brickwork.assemblies.hf_model import AssemblyModel, summed_loss
 from brickwork.assemblies.inputs import check_mask, embed
 from brickwork.assemblies.rish import Rish
 from brickwork.assemblies.targets import next_token_labels
-from brickwork.blocks.moe import load_balancing_loss
+from brickwork.blocks.moe_losses import load_balancing_loss
 from brickwork.blocks.norm import RMSNorm
 from brickwork.blocks.rope import RoPE
 
@@ -213,30 +214,45 @@ class RishForCausalLM(RishPreTrainedModel, GenerationMixin):
             **{CACHE_NAME: out.get(CACHE_NAME)},
         )
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
         """As transformers does; a cache whose keys a length-dependent RoPE would now turn by other
         angles starts anew, so that cached ids are the uncached ones.
 
         Raises:
             ValueError: it would have to, and `input_ids` are not all tokens so far.
         """
-        # The name of these keyword arguments is what transformers looks for.
+        # The names of these arguments are what transformers looks for.
         cache, mask = kwargs.get(CACHE_NAME), kwargs.get("attention_mask")
         rope = self.model.rope
         past = 0 if cache is None or not rope.length_dependent else int(cache.get_seq_length())
         if cache is not None and past:
-            total = input_ids.shape[1] if mask is None else mask.shape[1]
+            new_only = kwargs.get("next_sequence_length") is None  # of a chunk, or by the caller
+            total = input_ids.shape[1] + (past if new_only else 0)
+            total = total if mask is None else mask.shape[1]
             real = input_ids.new_ones(1, total) if mask is None else mask
             now, then = real.sum(1), real[:, :past].sum(1)
             if not torch.equal(*(rope.inv_freq(real.device, n) for n in (now, then))):
-                if input_ids.shape[1] < total or kwargs.get("inputs_embeds") is not None:
+                if input_ids.shape[1] < total or inputs_embeds is not None:
                     raise ValueError(
                         f"a RoPE of type {rope.scaling} turns the {past} tokens in the cache anew "
                         f"at {total} tokens: pass all input_ids, no chunks and no inputs_embeds"
                     )
                 cache.reset()
+                if int(cache.get_seq_length()):  # transformers up to 5.17 only fills it with zeros
+                    cache.crop(-past)
                 kwargs["next_sequence_length"] = None
-        return super().prepare_inputs_for_generation(input_ids, **kwargs)
+        return super().prepare_inputs_for_generation(
+            input_ids, inputs_embeds=inputs_embeds, **kwargs
+        )
+
+    def create_masks_for_generate(self, **kwargs: Any) -> Any:
+        """A mask of four axes for a static cache, so that its shape is one for all steps; not where
+        the padding says at which positions the tokens in the cache stand."""
+        if self.model.rope.length_dependent:
+            return kwargs["attention_mask"]
+        return create_masks_for_generate(**kwargs)
 
 
 def _split_mask(

@@ -126,9 +126,8 @@ def norm_backward(
     w = tl.load(W + columns, inside, other=0.0).to(tl.float32)
     dw = tl.zeros((ROWS, BLOCK), tl.float32)
     db = tl.zeros((ROWS, BLOCK), tl.float32)
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    for start in range(first, M, tl.num_programs(0) * ROWS):
-        rows = (start + tl.arange(0, ROWS)).to(tl.int64)
+    for group in range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0)):
+        rows = tl.arange(0, ROWS) + group * tl.full((ROWS,), ROWS, tl.int64)
         mask = (rows < M)[:, None] & inside[None, :]
         rstd = tl.load(RSTD + rows, rows < M, other=0.0)[:, None]
         dy_at = DY + (rows * dy_stride * UNIT)[:, None] + columns[None, :]
@@ -171,9 +170,8 @@ def norm_backward_tiled(
     """The same in tiles of columns; the weights' gradients grow in memory, ROWS rows at a time."""
     tile = tl.arange(0, BLOCK)
     share = tl.program_id(0).to(tl.int64) * N
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    for start in range(first, M, tl.num_programs(0) * ROWS):
-        rows = (start + tl.arange(0, ROWS)).to(tl.int64)
+    for group in range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0)):
+        rows = tl.arange(0, ROWS) + group * tl.full((ROWS,), ROWS, tl.int64)
         real = (rows < M)[:, None]
         rstd = tl.load(RSTD + rows, rows < M, other=0.0)[:, None]
         dy_rows = DY + (rows * dy_stride * UNIT)[:, None]
@@ -213,7 +211,7 @@ def norm_backward_tiled(
             if CAST_FIRST:
                 normal = normal.to(DY.dtype.element_ty).to(tl.float32)
             at = share + left + tile
-            again = (left + tile < N) & (start > first)
+            again = (left + tile < N) & (group > tl.program_id(0))
             dw = tl.load(DW + at, again, other=0.0) + tl.sum(dy * normal, 0)
             tl.store(DW + at, dw, left + tile < N)
             if DB is not None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from brickwork.kernels.rotation_triton import rotate, rotate_norm_backward
@@ -163,20 +164,20 @@ def _backward(
     resident = 2048 // shape.registers // shape.warps * multiprocessors(q)  # that registers allow
     for_k = min(problem.M, max(resident * problem.G // (problem.H + problem.G), min(problem.G, 1)))
     for_q = min(problem.M, max(resident - for_k, 1))
-    share_q = torch.empty(for_q, q.shape[-1], dtype=torch.float32, device=q.device)
-    share_k = (
-        None if k is None else torch.empty(for_k, q.shape[-1], dtype=torch.float32, device=q.device)
-    )
+    shares = torch.empty(for_q + for_k, q.shape[-1], dtype=torch.float32, device=q.device)
     weights = [None if w is None else w.contiguous() for w in (q_weight, k_weight)]
     rotate_norm_backward[(for_q + for_k,)](
         *problem.tensors, gq, None if k is None else gk, cos.contiguous(), sin.contiguous(),
-        *weights, q_rstd, k_rstd, share_q, share_k, *problem.strides, problem.table, problem.T,
+        *weights, q_rstd, k_rstd, shares, *problem.strides, problem.table, problem.T,
         problem.M, for_q, *problem.constants(interleaved, cast_first),
         **problem.options,
     )  # fmt: skip
-    gqw = share_q.sum(0).to(q_weight.dtype)
-    if share_k is not None and k_weight is not None:
-        gkw = share_k.sum(0).to(k_weight.dtype)
+    pairs = 2 * problem.F
+    if interleaved:
+        shares[:, :pairs] = rearrange(shares[:, :pairs], "p (two f) -> p (f two)", two=2)
+    gqw = shares[:for_q].sum(0).to(q_weight.dtype)
+    if k_weight is not None:
+        gkw = shares[for_q:].sum(0).to(k_weight.dtype)
     return results[0], results[1], gqw, gkw
 
 
@@ -298,7 +299,7 @@ def _describe(
         )
     if normed:
         pointers = dict.fromkeys(("DQ", "DK", "Q", "K", "GQ", "GK"), x) | tables | weights
-        pointers |= {"DQW": single, "DKW": single}
+        pointers["DW"] = single
         yield Configuration(
             rotate_norm_backward,
             f"rope backward {name}",

@@ -173,32 +173,19 @@ def _heads_backward(
 
 
 @triton.jit
-def _store_share(
-    at, wu_grad, wv_grad, wt_grad,
-    F: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_TAIL: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    wu = tl.sum(wu_grad, 0, keep_dims=True)
-    wv = tl.sum(wv_grad, 0, keep_dims=True)
-    _store(at + tl.zeros((1, 1), tl.int32), wu, wv, 1, True, F, BLOCK, INTERLEAVED)
-    if TAIL > 0:
-        c = tl.arange(0, BLOCK_TAIL)
-        tl.store(at + 2 * F + c, tl.sum(wt_grad, 0), c < TAIL)
-
-
-@triton.jit
 def _tokens_backward(
     DY, X, DX, COS, SIN, W, RSTD, DW, dy_b, dy_t, dy_h, x_b, x_t, x_h, table, T, M, first, step,
     N: tl.constexpr, F: tl.constexpr, TAIL: tl.constexpr, UNIT: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_TAIL: tl.constexpr,
     INTERLEAVED: tl.constexpr, CAST_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """The tokens first, first + step, ...; the weights' gradients stay in registers."""
+    """The tokens first, first + step, ...; the gradient of the weight stays in registers, and is
+    stored as that of all u, all v, and the tail."""
     u_grad = tl.zeros((HEADS, BLOCK), tl.float32)
     v_grad = tl.zeros((HEADS, BLOCK), tl.float32)
     t_grad = tl.zeros((HEADS, BLOCK_TAIL), tl.float32)
     for index in range(first, M, step):
-        token = index + tl.zeros((), tl.int64)
+        token = index * tl.full((), 1, tl.int64)
         cos, sin = _angles(COS, SIN, token, T, table, F, BLOCK)
         b = token // T
         t = token % T
@@ -208,8 +195,13 @@ def _tokens_backward(
             u_grad, v_grad, t_grad,
             N, F, TAIL, UNIT, HEADS, BLOCK, BLOCK_TAIL, INTERLEAVED, CAST_FIRST,
         )  # fmt: skip
-    _store_share(DW + first * (2 * F + TAIL), u_grad, v_grad, t_grad, F, TAIL, BLOCK, BLOCK_TAIL,
-                 INTERLEAVED)  # fmt: skip
+    share = DW + tl.program_id(0).to(tl.int64) * (2 * F + TAIL)
+    f = tl.arange(0, BLOCK)
+    tl.store(share + f, tl.sum(u_grad, 0), f < F)
+    tl.store(share + F + f, tl.sum(v_grad, 0), f < F)
+    if TAIL > 0:
+        c = tl.arange(0, BLOCK_TAIL)
+        tl.store(share + 2 * F + c, tl.sum(t_grad, 0), c < TAIL)
 
 
 @triton.jit(
@@ -219,23 +211,23 @@ def _tokens_backward(
     )
 )
 def rotate_norm_backward(
-    DQ, DK, Q, K, GQ, GK, COS, SIN, QW, KW, QR, KR, DQW, DKW,
+    DQ, DK, Q, K, GQ, GK, COS, SIN, QW, KW, QR, KR, DW,
     dq_b, dq_t, dq_h, dk_b, dk_t, dk_h, q_b, q_t, q_h, k_b, k_t, k_h, table, T, M, programs,
     H: tl.constexpr, G: tl.constexpr, F: tl.constexpr, TAIL: tl.constexpr, UNIT: tl.constexpr,
     HEADS_Q: tl.constexpr, HEADS_K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_TAIL: tl.constexpr,
     INTERLEAVED: tl.constexpr, CAST_FIRST: tl.constexpr,
 ):  # fmt: skip
     """M tokens, each program some at regular distances; the first `programs` take the queries."""
-    first = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(0)
     if first < programs:
         _tokens_backward(
-            DQ, Q, GQ, COS, SIN, QW, QR, DQW, dq_b, dq_t, dq_h, q_b, q_t, q_h, table, T, M,
+            DQ, Q, GQ, COS, SIN, QW, QR, DW, dq_b, dq_t, dq_h, q_b, q_t, q_h, table, T, M,
             first, programs,
             H, F, TAIL, UNIT, HEADS_Q, BLOCK, BLOCK_TAIL, INTERLEAVED, CAST_FIRST,
         )  # fmt: skip
     else:
         _tokens_backward(
-            DK, K, GK, COS, SIN, KW, KR, DKW, dk_b, dk_t, dk_h, k_b, k_t, k_h, table, T, M,
+            DK, K, GK, COS, SIN, KW, KR, DW, dk_b, dk_t, dk_h, k_b, k_t, k_h, table, T, M,
             first - programs, tl.num_programs(0) - programs,
             G, F, TAIL, UNIT, HEADS_K, BLOCK, BLOCK_TAIL, INTERLEAVED, CAST_FIRST,
         )  # fmt: skip

@@ -6,6 +6,8 @@ B batch, T tokens, H heads, D head width, R rotated channels (the first R of D),
 
 from __future__ import annotations
 
+import threading
+import weakref
 from typing import Literal
 
 import torch
@@ -13,7 +15,13 @@ from einops import rearrange
 from torch import Tensor
 
 from brickwork.kernels.backend import autocast_off, choose, compute_dtype
-from brickwork.kernels.checks import check_floating, check_integer, check_one_of, check_shapes
+from brickwork.kernels.checks import (
+    check_floating,
+    check_integer,
+    check_one_of,
+    check_shapes,
+    values_readable,
+)
 
 Layout = Literal["half", "interleaved"]
 LAYOUTS = ("half", "interleaved")
@@ -102,7 +110,7 @@ def rope_rotate_half_reference(
         cos, sin = cos_sin(positions_BT, inv_freq, scale, compute_dtype(x))
         u, v = x.to(cos.dtype).chunk(2, -1)
         turned = torch.cat((u * cos - v * sin, v * cos + u * sin), -1)
-        return torch.cat((turned.to(x.dtype), tail), -1)
+        return _join(turned.to(x.dtype), tail)
 
 
 def rope_interleaved_reference(
@@ -120,7 +128,7 @@ def rope_interleaved_reference(
         cos, sin = cos_sin(positions_BT, inv_freq, scale, compute_dtype(x))
         u, v = rearrange(x.to(cos.dtype), "... (f two) -> two ... f", two=2)
         turned = torch.stack((u * cos - v * sin, v * cos + u * sin), -1)
-        return torch.cat((turned.flatten(-2).to(x.dtype), tail), -1)
+        return _join(turned.flatten(-2).to(x.dtype), tail)
 
 
 def rope_complex_reference(
@@ -138,7 +146,7 @@ def rope_complex_reference(
         turn = torch.polar(torch.full_like(angles, scale), angles)
         pairs = rearrange(x.to(angles.dtype), "... (f two) -> ... f two", two=2)
         turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
-        return torch.cat((turned.flatten(-2).to(x.dtype), tail), -1)
+        return _join(turned.flatten(-2).to(x.dtype), tail)
 
 
 def convert_rope_layout(
@@ -256,6 +264,10 @@ def _split(x: Tensor, rotary_dim: int | None) -> tuple[Tensor, Tensor]:
     return x[..., :width], x[..., width:]
 
 
+def _join(turned: Tensor, tail: Tensor) -> Tensor:
+    return torch.cat((turned, tail), -1) if tail.shape[-1] else turned
+
+
 def _angles(positions_BT: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> Tensor:
     """(B or 1, T, 1, F): the axis of heads is broadcast."""
     frequencies = inv_freq.to(dtype)
@@ -268,10 +280,54 @@ def _angles(positions_BT: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> Tenso
 def cos_sin(
     positions_BT: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The factors of a rotation, each (B or 1, T, 1, F)."""
+    """The factors of a rotation, each (B or 1, T, 1, F). On the CPU those last computed are kept,
+    since all layers of a model ask for the same."""
+    plain = positions_BT.device.type == inv_freq.device.type == "cpu"
+    if not (plain and values_readable(positions_BT) and values_readable(inv_freq)):
+        return _cos_sin(positions_BT, inv_freq, scale, dtype)
+    key = (_state(positions_BT), _state(inv_freq), scale, dtype)
+    if inv_freq.requires_grad or None in key:
+        return _cos_sin(positions_BT, inv_freq, scale, dtype)
+    if _last.key != key or _last.positions() is not positions_BT or _last.freq() is not inv_freq:
+        with torch.inference_mode(False):
+            tables = _cos_sin(positions_BT, inv_freq, scale, dtype)
+        _last.keep(key, positions_BT, inv_freq, tables)
+    return _last.tables
+
+
+def _cos_sin(
+    positions_BT: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     with autocast_off(positions_BT):
         angles = _angles(positions_BT, inv_freq, dtype)
         return angles.cos() * scale, angles.sin() * scale
+
+
+def _state(tensor: Tensor) -> int | None:
+    """How often the tensor was written to, None if nobody counts."""
+    return None if tensor.is_inference() else tensor._version
+
+
+class _Last(threading.local):
+    """The last factors of this thread, and the tensors they were computed from."""
+
+    key: tuple[object, ...] | None = None
+    tables: tuple[Tensor, Tensor]
+    positions: weakref.ref[Tensor]
+    freq: weakref.ref[Tensor]
+
+    def keep(
+        self,
+        key: tuple[object, ...],
+        positions: Tensor,
+        freq: Tensor,
+        tables: tuple[Tensor, Tensor],
+    ) -> None:
+        self.positions, self.freq = weakref.ref(positions), weakref.ref(freq)
+        self.key, self.tables = key, tables
+
+
+_last = _Last()
 
 
 def why_not_triton(*tensors: Tensor | None, inv_freq: Tensor) -> str | None:

@@ -24,14 +24,15 @@ class MiniLLaDAOutput:
 @dataclass
 class RishOutput:
     """`logits` (B, T, V) or None, `router_logits`: per layer (B, T, E), `loss` () if labels were
-    given, with `aux_loss` () in it, and `hidden_states`: the embedding, every block's output, the
-    last after the final norm."""
+    given, with `aux_loss` () in it, `hidden_states`: the embedding, every block's output, the
+    last after the final norm, and `indices`: the experts chosen, per layer (B, T, K)."""
 
     logits: Tensor | None
     router_logits: tuple[Tensor, ...]
     loss: Tensor | None = None
     aux_loss: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
+    indices: tuple[Tensor, ...] | None = None
 
 
 @dataclass

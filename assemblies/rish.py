@@ -17,7 +17,8 @@ from brickwork.assemblies.rish_config import RishConfig
 from brickwork.assemblies.targets import next_token_labels
 from brickwork.blocks.attention import Attention
 from brickwork.blocks.kv_cache import KVCache, StaticKVCache
-from brickwork.blocks.moe import MoE, MoEOutput, load_balancing_loss
+from brickwork.blocks.moe import MoE, MoEOutput
+from brickwork.blocks.moe_losses import load_balancing_loss
 from brickwork.blocks.norm import RMSNorm
 from brickwork.blocks.rope import RoPE
 from brickwork.kernels.cross_entropy import cross_entropy, token_cross_entropy
@@ -39,7 +40,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, routing: Tensor | None, **where: Any) -> tuple[Tensor, MoEOutput]:
         x = x + self.post_attention_layernorm(self.attention(x, **where))
-        out = self.moe(x, routing=routing)
+        out = self.moe(x, routing=routing, mask=where["mask"])
         return x + self.post_feedforward_layernorm(out.y), out
 
 
@@ -48,8 +49,7 @@ class Rish(Assembly):
 
     >>> import torch
     >>> config = RishConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-    ...     num_attention_heads=2, num_experts=4, num_experts_per_tok=2, pad_token_id=None,
-    ...     eos_token_id=None)
+    ...     num_attention_heads=2, pad_token_id=None, eos_token_id=None)
     >>> model = Rish(config)
     >>> model.generate(torch.tensor([[1, 2]]), max_new_tokens=3).shape
     torch.Size([1, 5])
@@ -72,9 +72,8 @@ class Rish(Assembly):
         dim, vocab = config.hidden_size, config.vocab_size
         self.rope = RoPE(**config.rope_options())
         self.embed_tokens = nn.Embedding(vocab, dim)
-        self.layers = nn.ModuleList(
-            Block(config, self.rope) for _ in range(config.num_hidden_layers)
-        )
+        blocks = (Block(config, self.rope) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(blocks)
         self.norm = RMSNorm(dim, eps=config.rms_norm_eps)
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(dim, vocab, bias=False)
         self.reset_parameters()
@@ -121,14 +120,15 @@ class Rish(Assembly):
         check_per_layer(len(self.layers), cache=cache, routing=routing)
         x = embed(self.embed_tokens, input_ids, inputs_embeds, labels)
         mask = check_mask("attention_mask", attention_mask, x)
-        states, router_logits = [x], []
+        states, routed = [x], []
         where: dict[str, Any] = {"mask": mask, "positions": position_ids, "seq_ids": seq_ids}
         for i, layer in enumerate(self.layers):
             where["cache"] = None if cache is None else cache[i]
             x, out = self.run_layer(layer, x, None if routing is None else routing[i], **where)
-            router_logits.append(out.router_logits)
+            routed.append(out)
             states.append(x)
         states[-1] = x = self.norm(x)
+        _, router_logits, indices, _ = zip(*routed)
         head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         logits = F.linear(x, head) if return_logits else None
         loss = aux_loss = None
@@ -144,6 +144,6 @@ class Rish(Assembly):
             if self.config.router_aux_loss_coef:
                 loss = loss + self.config.router_aux_loss_coef * aux_loss
         hidden_states = tuple(states) if output_hidden_states else None
-        return RishOutput(logits, tuple(router_logits), loss, aux_loss, hidden_states)
+        return RishOutput(logits, router_logits, loss, aux_loss, hidden_states, indices)
 
     generate = generate

@@ -12,8 +12,8 @@ from brickwork.blocks.masked_diffusion import MaskedDiffusion as MaskedDiffusion
 from brickwork.blocks.masked_diffusion import Noise as Noise
 from brickwork.blocks.moe import MoE as MoE
 from brickwork.blocks.moe import MoEOutput as MoEOutput
-from brickwork.blocks.moe import load_balancing_loss as load_balancing_loss
-from brickwork.blocks.moe import router_z_loss as router_z_loss
+from brickwork.blocks.moe_losses import load_balancing_loss as load_balancing_loss
+from brickwork.blocks.moe_losses import router_z_loss as router_z_loss
 from brickwork.blocks.norm import AddNorm as AddNorm
 from brickwork.blocks.norm import RMSNorm as RMSNorm
 from brickwork.blocks.packing import Collator as Collator
@@ -23,4 +23,7 @@ from brickwork.blocks.packing import pad as pad
 from brickwork.blocks.param_groups import decay_parameter_groups as decay_parameter_groups
 from brickwork.blocks.residual import Residual as Residual
 from brickwork.blocks.rope import RoPE as RoPE
+from brickwork.blocks.router import SigmoidRouter as SigmoidRouter
+from brickwork.blocks.selection_bias import SelectionBias as SelectionBias
+from brickwork.blocks.selection_bias import update_balance as update_balance
 from brickwork.blocks.swiglu import SwiGLU as SwiGLU

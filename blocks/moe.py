@@ -1,4 +1,4 @@
-"""The sparse mixture-of-experts block and the losses that keep its router balanced.
+"""The sparse mixture-of-experts block.
 
 C width, F hidden width of an expert, E experts, K chosen for a token.
 """
@@ -7,23 +7,17 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from brickwork.kernels.backend import autocast_off, compute_dtype
-from brickwork.kernels.checks import (
-    check_flag,
-    check_floating,
-    check_integer,
-    check_one_of,
-    values_readable,
-)
+from brickwork.blocks import moe_layout
+from brickwork.blocks.router import Router, RoutingRule, SoftmaxRule, check_top_k
+from brickwork.blocks.selection_bias import SelectionBias, update_balance
+from brickwork.blocks.swiglu import SwiGLU
+from brickwork.kernels.checks import check_flag, check_integer, values_readable
 from brickwork.kernels.experts import check_expert_indices, experts
-
-Balance = Literal["per_layer", "pooled"]
 
 
 class MoEOutput(NamedTuple):
@@ -36,28 +30,13 @@ class MoEOutput(NamedTuple):
     weights: Tensor
 
 
-class Router(nn.Linear):
-    """The linear map from tokens to expert logits, `x Wᵀ`, in float32 (float64 for float64)
-    whatever the dtype of x, of the weight, or of autocast.
-
-    >>> Router(4, 8, bias=False)(torch.zeros(1, 4, dtype=torch.bfloat16)).dtype
-    torch.float32
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        dtype = compute_dtype(input, self.weight)
-        with autocast_off(input):
-            bias = None if self.bias is None else self.bias.to(dtype)
-            return nn.functional.linear(input.to(dtype), self.weight.to(dtype), bias)
-
-
 class MoE(nn.Module):
     """Sparse mixture of SwiGLU experts: every token goes to the K experts that its router prefers.
 
     `p = softmax(router(x))` over all experts; `y = Σ_k p_k · down_k(silu(gate_k x) · up_k x)` over
-    the K largest p. Logits, softmax and choice are float32 with autocast off, so that a narrower
-    dtype of the experts does not change the choice; equal probabilities go to the lowest index.
-    No token is dropped.
+    the K largest p, plus `shared(x)` if there is one. Logits, p and choice are float32 with
+    autocast off, so that a narrower dtype of the experts does not change the choice; equal
+    preferences go to the lowest index. No token is dropped.
 
     Papers: Shazeer et al., *Outrageously Large Neural Networks: The Sparsely-Gated
     Mixture-of-Experts Layer*, 2017; Muennighoff et al., *OLMoE: Open Mixture-of-Experts Language
@@ -70,15 +49,24 @@ class MoE(nn.Module):
         top_k: K, at most E.
         normalize: divide the K chosen p by their sum. With `top_k=1` every weight is then 1 and
             the router learns from the balancing losses only, which is warned about.
+        router: a module called with x (..., C) that returns logits (..., E); its attribute `rule`,
+            if it has one, says what p is and how experts are chosen (`SigmoidRouter`), else the
+            softmax does. Default: `Router`, a linear map without bias.
+        shared: a module that every token goes through, (..., C) to (..., C), `SwiGLU` say.
+        selection_bias: balance the experts by a bias on the choice (`SelectionBias`); a training
+            loop then calls `update_balance`.
 
-    Called with x (..., C) and, to replay choices made before (recomputation, reinforcement
-    learning), `routing`, expert indices (..., K): their weights come from the present p. Returns
-    MoEOutput(y, router_logits, indices, weights). Raises ValueError for other shapes or dtypes and
-    for expert indices out of range.
+    Called with x (..., C). To replay choices made before (recomputation, reinforcement learning):
+    `routing`, expert indices (..., K); their weights come from the present p. `mask` (...), 1 or
+    True for real tokens, keeps padding out of the counts of `selection_bias`; it changes nothing
+    else. Returns MoEOutput(y, router_logits, indices, weights). Raises ValueError for other shapes
+    or dtypes and for expert indices out of range.
 
     Parameters: `router.weight` (E, C), `gate_up` (E, 2F, C) with the gate's rows first, and `down`
     (E, C, F). The last two are no `nn.Linear`: adapters name them as target parameters
-    (`MoE.expert_parameters`).
+    (`adapter_targets`). After `unstack()` they are `experts.{e}.gate_up.weight` (2F, C) and
+    `experts.{e}.down.weight` (C, F) of one `SwiGLU` each. `selection_bias.bias` (E) and `shared.*`
+    as asked for. A router and a shared part that are passed in keep their parameters.
 
     >>> moe = MoE(4, hidden_dim=8, num_experts=6, top_k=2)
     >>> out = moe(torch.randn(2, 3, 4))
@@ -90,16 +78,28 @@ class MoE(nn.Module):
     """
 
     expert_parameters = ("gate_up", "down")
+    gate_up: nn.Parameter | None  # None after unstack()
+    down: nn.Parameter | None
 
     def __init__(
-        self, dim: int, *, hidden_dim: int, num_experts: int, top_k: int, normalize: bool = False
+        self,
+        dim: int,
+        *,
+        hidden_dim: int,
+        num_experts: int,
+        top_k: int,
+        normalize: bool = False,
+        router: nn.Module | None = None,
+        shared: nn.Module | None = None,
+        selection_bias: bool = False,
     ) -> None:
         super().__init__()
         check_integer("dim", dim, least=1)
         check_integer("hidden_dim", hidden_dim, least=1)
         check_integer("num_experts", num_experts, least=1)
-        _check_top_k(top_k, num_experts)
+        check_top_k(top_k, num_experts)
         check_flag("normalize", normalize)
+        check_flag("selection_bias", selection_bias)
         if normalize and top_k == 1 and num_experts > 1:
             warnings.warn(
                 "normalize with top_k = 1 makes every weight 1: the router gets no gradient from y",
@@ -110,26 +110,74 @@ class MoE(nn.Module):
         self.num_experts = num_experts
         self.top_k = top_k
         self.normalize = normalize
-        self.router = Router(dim, num_experts, bias=False)
+        self.router = Router(dim, num_experts, bias=False) if router is None else router
+        # Kept here, for an adapter may take the router's place.
+        self.rule: RoutingRule = getattr(self.router, "rule", SoftmaxRule())
+        self.rule.check(num_experts, top_k)
         self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * hidden_dim, dim))
         self.down = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
-        self.reset_parameters()
+        self.experts: nn.ModuleList | None = None
+        self.selection_bias = SelectionBias(num_experts) if selection_bias else None
+        self.shared = shared
+        self._reset_parts([self.router] if router is None else [])
+
+    @classmethod
+    def from_dense(cls, dense: SwiGLU, *, num_experts: int, top_k: int, **options: Any) -> MoE:
+        """A MoE whose experts are copies of `dense`: its output is the dense one, to rounding,
+        whatever the router says, until training makes the copies differ.
+
+        Paper: Komatsuzaki et al., *Sparse Upcycling: Training Mixture-of-Experts from Dense
+        Checkpoints*, 2023.
+
+        Arguments:
+            dense: of its dtype and device the MoE will be; left as it is.
+            num_experts, top_k: E and K.
+            options: as of `MoE`. `normalize` must be True, which is the default here: the K weights
+                then sum to 1 (times the router's scale, by which `down` is divided). A router or a
+                `selection_bias` may be given; `shared` may not.
+
+        Raises:
+            ValueError: `dense` has biases, or an option that would change the output.
+
+        >>> dense, x = SwiGLU(4, hidden_dim=8), torch.randn(5, 4)
+        >>> moe = MoE.from_dense(dense, num_experts=6, top_k=2)
+        >>> torch.allclose(moe(x).y, dense(x), atol=1e-6)
+        True
+        """
+        return moe_layout.from_dense(cls, dense, num_experts, top_k, options)
 
     def reset_parameters(self) -> None:
-        """Draw the router and each expert as `nn.Linear` would: U(±1/√columns)."""
-        self.router.reset_parameters()
-        for weight in (self.gate_up, self.down):
-            bound = 1 / math.sqrt(weight.shape[-1])
-            nn.init.uniform_(weight, -bound, bound)
+        """Draw router, experts and shared part as `nn.Linear` would, U(±1/√columns), or by their
+        own rule; set the selection bias to 0."""
+        self._reset_parts([self.router, self.selection_bias, self.shared, *(self.experts or ())])
 
-    def forward(self, x: Tensor, *, routing: Tensor | None = None) -> MoEOutput:
+    def _reset_parts(self, parts: list[nn.Module | None]) -> None:
+        for part in parts:
+            reset = getattr(part, "reset_parameters", None)
+            if callable(reset):
+                reset()
+        for weight in (self.gate_up, self.down):
+            if weight is not None:
+                bound = 1 / math.sqrt(weight.shape[-1])
+                nn.init.uniform_(weight, -bound, bound)
+
+    def forward(
+        self, x: Tensor, *, routing: Tensor | None = None, mask: Tensor | None = None
+    ) -> MoEOutput:
         if x.ndim == 0 or x.shape[-1] != self.dim:
             raise ValueError(f"x must have shape (..., {self.dim}), got {tuple(x.shape)}")
         leading = x.shape[:-1]
         router_logits = self.router(x)
-        probabilities = _softmax(router_logits)
+        if router_logits.shape != (*leading, self.num_experts):
+            raise ValueError(
+                f"router must return logits {(*leading, self.num_experts)} for x {tuple(x.shape)}, "
+                f"got {tuple(router_logits.shape)}"
+            )
+        scores = self.rule.scores(router_logits)
         if routing is None:
-            indices = _top_k(probabilities, self.top_k)
+            bias = self.selection_bias
+            preferences = scores if bias is None else scores + bias.bias
+            indices = self.rule.choose(preferences, self.top_k)
         else:
             if routing.shape != (*leading, self.top_k):
                 raise ValueError(
@@ -138,17 +186,59 @@ class MoE(nn.Module):
                 )
             check_expert_indices("routing", routing, self.num_experts)
             indices = routing.long()
-        weights = probabilities.gather(-1, indices)
+        _check_mask(mask, leading)
+        if self.selection_bias is not None and self.training:
+            self.selection_bias.count(indices, mask)
+        weights = scores.gather(-1, indices)
         if self.normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
-        y = experts(
-            x.reshape(-1, self.dim),
-            self.gate_up,
-            self.down,
-            indices.reshape(-1, self.top_k),
-            weights.reshape(-1, self.top_k),
-        )
-        return MoEOutput(y.reshape(x.shape), router_logits, indices, weights)
+            total = weights.sum(-1, keepdim=True)
+            weights = weights / total.clamp_min(torch.finfo(total.dtype).tiny)
+        if self.rule.scale != 1:
+            weights = weights * self.rule.scale
+        flat = (t.reshape(-1, t.shape[-1]) for t in (x, indices, weights))
+        y = self._run_experts(*flat).reshape(x.shape)
+        if self.shared is not None:
+            also = self.shared(x)
+            if also.shape != x.shape:
+                raise ValueError(
+                    f"shared must return shape {tuple(x.shape)}, got {tuple(also.shape)}"
+                )
+            y = y + also.to(y.dtype)
+        return MoEOutput(y, router_logits, indices, weights)
+
+    def _run_experts(self, x_SC: Tensor, indices_SK: Tensor, weights_SK: Tensor) -> Tensor:
+        if self.experts is not None:
+            return moe_layout.run_modules(self.experts, x_SC, indices_SK, weights_SK)
+        assert self.gate_up is not None
+        assert self.down is not None
+        return experts(x_SC, self.gate_up, self.down, indices_SK, weights_SK)
+
+    def unstack(self) -> MoE:
+        """Give each expert a `SwiGLU` of its own, in `experts`, in the place of `gate_up` and
+        `down`: for adapters and quantisers that only know `nn.Linear`. Same values, slower: the
+        experts run one after another. Optimisers must be made anew. Returns self.
+
+        >>> moe = MoE(4, hidden_dim=8, num_experts=2, top_k=1).unstack()
+        >>> list(moe.state_dict())  # doctest: +NORMALIZE_WHITESPACE
+        ['router.weight', 'experts.0.gate_up.weight', 'experts.0.down.weight',
+         'experts.1.gate_up.weight', 'experts.1.down.weight']
+        >>> list(moe.restack().state_dict())
+        ['gate_up', 'down', 'router.weight']
+        """
+        moe_layout.unstack(self)
+        return self
+
+    def restack(self) -> MoE:
+        """Undo `unstack`, exactly; adapters must be merged and weights dequantised. Returns self.
+
+        Raises ValueError for an expert that is no plain `SwiGLU` any more.
+        """
+        moe_layout.restack(self)
+        return self
+
+    def update_balance(self, *, rate: float) -> None:
+        """`brickwork.blocks.update_balance` of this block alone."""
+        update_balance(self, rate=rate)
 
     def extra_repr(self) -> str:
         return (
@@ -157,133 +247,12 @@ class MoE(nn.Module):
         )
 
 
-def load_balancing_loss(
-    router_logits: Tensor | Sequence[Tensor],
-    *,
-    top_k: int,
-    mask: Tensor | None = None,
-    balance: Balance = "per_layer",
-) -> Tensor:
-    """How unevenly a router spreads its tokens: K at perfect balance, E if one expert gets all.
-
-    `E Σ_e f_e P_e`, where f_e counts how often e is among the K choices of a token and P_e is its
-    mean probability (the softmax over all experts), both over the real tokens. f_e carries no
-    gradient. `"per_layer"` takes the mean of the layers' losses; `"pooled"` takes f and P over the
-    tokens of all layers first, as transformers and the original RishAI do, which hides layers that
-    collapse in opposite ways.
-
-    Paper: Fedus, Zoph and Shazeer, *Switch Transformers: Scaling to Trillion Parameter Models with
-    Simple and Efficient Sparsity*, 2022, equations 4 to 6 (there for K = 1).
-
-    Arguments:
-        router_logits: raw logits, not probabilities, (..., E), or one such tensor for each layer.
-        top_k: K, at most E.
-        mask: which tokens are real, bool or any dtype that holds only 0 and 1; of the logits'
-            leading shape, or (B, T) for logits (B·T, E).
-        balance: `"per_layer"` or `"pooled"`; equal for one layer.
-
-    Returns:
-        A float32 scalar (float64 for float64); 0, with a graph, where no token is real.
-
-    Raises:
-        ValueError: no layer, a wrong shape, dtype, mask value, `top_k` or `balance`.
-
-    >>> load_balancing_loss(torch.zeros(3, 8), top_k=2)
-    tensor(2.)
-    """
-    check_one_of("balance", balance, ("per_layer", "pooled"))
-    layers = _real_rows(router_logits, mask)
-    num_experts = layers[0][0].shape[-1]
-    _check_top_k(top_k, num_experts)
-    counts, masses, totals = [], [], []
-    for logits, real in layers:
-        probabilities = logits.softmax(-1)
-        chosen = _top_k(probabilities, top_k).flatten()
-        ones = real.long().repeat_interleave(top_k)
-        counts.append(ones.new_zeros(num_experts).scatter_add(0, chosen, ones))
-        masses.append(torch.where(real[:, None], probabilities, 0).sum(0))
-        totals.append(real.sum())
-    if balance == "pooled":
-        counts, masses, totals = ([torch.stack(t).sum(0)] for t in (counts, masses, totals))
-    losses = []
-    for count, mass, total in zip(counts, masses, totals):
-        rows = total.clamp(min=1).to(mass.dtype)
-        losses.append(num_experts * (count / rows * (mass / rows)).sum())
-    return torch.stack(losses).mean()
-
-
-def router_z_loss(
-    router_logits: Tensor | Sequence[Tensor], *, mask: Tensor | None = None
-) -> Tensor:
-    """The mean over real tokens of `logsumexp(logits)²`, which keeps router logits small.
-
-    Paper: Zoph et al., *ST-MoE: Designing Stable and Transferable Sparse Expert Models*, 2022,
-    equation 5.
-
-    Arguments:
-        router_logits, mask: as for `load_balancing_loss`; the mean of the layers' losses.
-
-    Returns:
-        A float32 scalar (float64 for float64); 0, with a graph, where no token is real.
-
-    Raises:
-        ValueError: no layer, a wrong shape, dtype or mask value.
-
-    >>> router_z_loss(torch.zeros(3, 8)).round(decimals=4)  # (ln 8)²
-    tensor(4.3241)
-    """
-    losses = []
-    for logits, real in _real_rows(router_logits, mask):
-        squares = torch.where(real, logits.logsumexp(-1).square(), 0)
-        losses.append(squares.sum() / real.sum().clamp(min=1))
-    return torch.stack(losses).mean()
-
-
-def _real_rows(
-    router_logits: Tensor | Sequence[Tensor], mask: Tensor | None
-) -> list[tuple[Tensor, Tensor]]:
-    """For each layer the logits (R, E) in the compute dtype, 0 in rows that are not real, and which
-    rows are real (R,); all on the first layer's device."""
-    layers = [router_logits] if isinstance(router_logits, Tensor) else list(router_logits)
-    if not layers:
-        raise ValueError("router_logits must hold at least one layer, got none")
-    if mask is not None and values_readable(mask) and not ((mask == 0) | (mask == 1)).all():
+def _check_mask(mask: Tensor | None, leading: torch.Size) -> None:
+    if mask is None:
+        return
+    if mask.shape != leading:
+        raise ValueError(
+            f"mask must have x's leading shape {tuple(leading)}, got {tuple(mask.shape)}"
+        )
+    if mask.dtype != torch.bool and values_readable(mask) and not ((mask == 0) | (mask == 1)).all():
         raise ValueError("mask must hold only 0 and 1 (or False and True)")
-    found = []
-    for layer in layers:
-        check_floating(router_logits=layer)
-        if layer.ndim == 0 or layer.shape[-1:] != layers[0].shape[-1:]:
-            raise ValueError(
-                f"router_logits must have shape (..., E) with one E, got {tuple(layer.shape)} "
-                f"beside {tuple(layers[0].shape)}"
-            )
-        logits = layer.reshape(-1, layer.shape[-1]).to(layers[0].device, compute_dtype(layer))
-        if mask is None:
-            real = logits.new_ones(len(logits), dtype=torch.bool)
-        else:
-            flat = layer.ndim == 2 and mask.ndim == 2 and mask.numel() == len(layer)
-            if mask.shape != layer.shape[:-1] and not flat:
-                raise ValueError(
-                    f"mask must have the leading shape of router_logits, {tuple(layer.shape[:-1])},"
-                    f" or (B, T) with B T rows of logits, got {tuple(mask.shape)}"
-                )
-            real = mask.reshape(-1).to(logits.device) != 0
-        found.append((torch.where(real[:, None], logits, 0), real))
-    return found
-
-
-def _softmax(logits: Tensor) -> Tensor:
-    """Probabilities over all experts, in float32 or float64 (autocast leaves a softmax alone)."""
-    return logits.to(compute_dtype(logits)).softmax(-1)
-
-
-def _top_k(probabilities: Tensor, top_k: int) -> Tensor:
-    """Indices (..., K) of the largest probabilities, equal ones in the order of their index:
-    `torch.topk` leaves the order of equals open."""
-    return probabilities.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
-
-
-def _check_top_k(top_k: int, num_experts: int) -> None:
-    check_integer("top_k", top_k, least=1)
-    if top_k > num_experts:
-        raise ValueError(f"top_k must be at most the number of experts, {num_experts}, got {top_k}")

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from brickwork.blocks import MoE, load_balancing_loss, router_z_loss
-from brickwork.blocks.moe import Router
+from brickwork.blocks.router import Router
 from brickwork.kernels.backend import prefer
 
 
@@ -395,7 +395,7 @@ def test_errors():
         with pytest.raises(ValueError, match=rf"routing must be in \[0, 4\).* got {wrong}"):
             moe(x, routing=torch.full((2, 3, 2), wrong))
     with pytest.raises(TypeError):
-        moe(x, mask=None)
+        moe(x, attention_mask=None)
     with pytest.raises(ValueError, match="top_k must be at most the number of experts, 4, got 5"):
         make(top_k=5)
     for name in ("hidden_dim", "num_experts", "top_k"):

@@ -183,16 +183,18 @@ def true_first(mask_BT: Tensor) -> Tensor:
 
 
 def masked_subsets(
-    maskable_T: Tensor, num_samples: int, generator: torch.Generator
+    maskable_T: Tensor, num_samples: int, generator: torch.Generator, *, per_stratum: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Masks (S, T) over k random maskable places each, and their weights l / k (S,).
 
-    k is uniform on 1..l; sample s takes the k of a point in the s-th of S equal parts of [0, 1).
+    k is uniform on 1..l; of equal parts of [0, 1) each gives the k of `per_stratum` samples that
+    follow one another.
     """
     where = maskable_T.nonzero()[:, 0]
     device, l = where.device, len(where)
     draws = uniform(num_samples, generator=generator, device=device)
-    points = (torch.arange(num_samples, device=device) + draws) / num_samples
+    strata = torch.arange(num_samples, device=device) // per_stratum
+    points = (strata + draws) / (num_samples // per_stratum)
     k = (points * l).long().clamp(max=l - 1) + 1
     keys = uniform(num_samples, l, generator=generator, device=device)
     ranks = keys.argsort(dim=1).argsort(dim=1)

@@ -5,22 +5,17 @@ Shapes: B rows, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from brickwork.blocks import diffusion_sampler
+from brickwork.blocks import diffusion_likelihood, diffusion_sampler
 from brickwork.blocks.diffusion_canvas import (
     as_mask,
     check_ids,
     cut_vocabulary,
     free_to_look_at,
-    left_align,
-    masked_subsets,
-    model_logits,
-    row_generators,
     sequence_index,
     uniform,
 )
@@ -234,78 +229,17 @@ class MaskedDiffusion:
             logits=(logits, "B T V"),
             **{"noise.mask": (noise.mask, "B T"), "noise.p": (noise.p, "B T")},
         )
-        losses = self._cross_entropy(logits, input_ids, noise.mask)
+        losses = self.cross_entropy(logits, input_ids, noise.mask)
         noise = noise._replace(p=noise.p.to(losses.dtype))
         weights = self.token_weights(noise, denominator=denominator, seq_ids=seq_ids)
         return (losses * weights).sum()
 
-    @torch.no_grad()
-    def log_likelihood(
-        self,
-        model: Callable[..., Any],
-        input_ids: Tensor,
-        maskable: Tensor | None = None,
-        *,
-        attention_mask: Tensor | None = None,
-        num_samples: int = 128,
-        batch_size: int = 32,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Estimate each row's ELBO: a lower bound on log p(maskable tokens | the others), in nats.
-
-        `E_k E_{S, |S| = k} [ l/k Σ_{i in S} log p(x_i | x outside S) ]`, k uniform on 1..l for a
-        row of l maskable tokens: equal in expectation to the t-integral `-E_t [Σ_masked CE / t]`
-        at eps = 0 and to the any-order autoregressive log-likelihood, averaged over all orders,
-        but of less variance. One k is drawn in each of `num_samples` equal strata. Unbiased.
-
-        Arguments:
-            model: as for `sample`; no gradient is recorded.
-            input_ids: (B, T).
-            maskable: (B, T), the tokens to score; the others are given. Default: all real ones.
-            attention_mask: (B, T), 1 or True for real tokens, padding anywhere; never scored.
-            num_samples: masked copies of each row.
-            batch_size: how many copies are one forward pass.
-            generator: source of one seed for each row, in row order: rows one by one give a batch's
-                estimates, and padding changes nothing.
-
-        Returns:
-            (B,), float32 (float64 for float64 logits); 0 for a row with nothing to score.
-
-        Raises:
-            ValueError: a wrong shape, dtype or option, a masked target outside the vocabulary, or
-                logits of another shape from the model.
-        """
-        check_ids("input_ids", input_ids)
-        check_integer("num_samples", num_samples, least=1)
-        check_integer("batch_size", batch_size, least=1)
-        real = as_mask("attention_mask", attention_mask, input_ids)
-        wanted = as_mask("maskable", maskable, input_ids)
-        real = torch.ones_like(input_ids, dtype=torch.bool) if real is None else real
-        wanted = real if wanted is None else real & wanted
-        ids, real, wanted = left_align(input_ids, real, wanted, filler=self.mask_token_id)
-        generators = row_generators(len(ids), generator, ids.device)
-        scored = wanted.any(1).nonzero()[:, 0]
-        draws = [masked_subsets(wanted[r], num_samples, generators[r]) for r in scored.tolist()]
-        result = torch.zeros(len(ids), device=ids.device, dtype=torch.float32)
-        if not draws:
-            return result
-        masks = torch.cat([mask for mask, _ in draws])
-        weights = torch.cat([weight for _, weight in draws])
-        sums = []
-        for copies in torch.arange(len(masks), device=ids.device).split(batch_size):
-            row = scored[copies // num_samples]
-            noisy = ids[row].masked_fill(masks[copies], self.mask_token_id)
-            hidden = None if bool(real.all()) else real[row]
-            logits = model_logits(model, noisy, hidden, self.vocab_size)
-            losses = self._cross_entropy(logits, ids[row], masks[copies])
-            sums.append(-losses.sum(1) * weights[copies])
-        estimates = torch.cat(sums).view(-1, num_samples).mean(1)
-        return result.to(estimates.dtype).index_copy(0, scored, estimates)
-
+    log_likelihood = diffusion_likelihood.log_likelihood
+    token_log_probs = diffusion_likelihood.token_log_probs
     sample = diffusion_sampler.sample
 
-    def _cross_entropy(self, logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-        """(B, T), in ≥ float32, 0 where `mask` is False whatever the logits hold there."""
+    def cross_entropy(self, logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+        """-log p(ids), (B, T), 0 where `mask` is False whatever the logits hold there."""
         logits = cut_vocabulary(logits, self.vocab_size)
         targets = ids.long().masked_fill(~mask, 0)
         size = logits.shape[-1]

@@ -19,7 +19,8 @@ from support import (
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from brickwork.blocks.masked_diffusion import MaskedDiffusion, Noise, masked_subsets
+from brickwork.blocks.diffusion_canvas import masked_subsets
+from brickwork.blocks.masked_diffusion import MaskedDiffusion, Noise
 from brickwork.kernels.cross_entropy import cross_entropy
 
 DENOMINATORS = ["row", "batch", "tokens"]
@@ -465,7 +466,7 @@ def test_t_integral_equals_k_form_equals_any_order(seed):
         closed = torch.tensor(0.0, dtype=torch.float64)
         for mask in masks[1:]:
             k = int(mask.sum())
-            losses = diffusion._cross_entropy(model(ids.masked_fill(mask, 3)), ids, mask[None])
+            losses = diffusion.cross_entropy(model(ids.masked_fill(mask, 3)), ids, mask[None])
             closed += losses.sum() / (k * math.comb(4, k))
         assert abs(closed.item() - integral.item()) < 1e-12 * abs(expected)
 
@@ -481,7 +482,7 @@ def test_log_likelihood_is_unbiased_and_varies_less_than_the_t_form():
     error = estimates.std() / math.sqrt(400)
     assert (estimates.mean() - any_order_log_likelihood(model, x)).abs() < 4 * error
     noise = diffusion.noise(ids.repeat(16, 1), generator=generator)
-    losses = diffusion._cross_entropy(model(noise.noisy_ids), ids.repeat(16, 1), noise.mask)
+    losses = diffusion.cross_entropy(model(noise.noisy_ids), ids.repeat(16, 1), noise.mask)
     t_form = (losses / noise.p).sum(1).view(16, 400).mean(0)
     assert t_form.var() > 4 * estimates.var()
 

@@ -141,7 +141,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _gradients(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Any, ...]:
-    states, tensors = ctx.saved_tensors[:2], ctx.saved_tensors[2:]
+    saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor a single time
+    states, tensors = saved[:2], saved[2:]
     if dy is None:
         return (None,) * (len(tensors) + 2)
     if states[0].numel() == 0:  # the forward pass did not know that a gradient would be asked for

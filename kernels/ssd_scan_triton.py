@@ -58,6 +58,11 @@ def ssd_scan_triton(
     """`ssd_scan` for checked arguments, with sequence starts.
 
     A chunk has at most 256 tokens. x, z, B and C are copied only if their last stride is not 1.
+
+    Bytes of the forward pass, what is read several times counted once: x, delta, A, B, C, D, z read,
+    y and the final state written, and between the kernels, written and read, for every chunk and
+    head 4 P N + 4 (its state), for every token and head 12 (step size and decays), and for every
+    token and group 4 Q, or with several tiles to a chunk about 2 Q (C Bᵀ).
     """
     chunk = min(chunk_size or default_chunk(B.shape[3]), LARGEST_CHUNK)
     tensors = (x, delta, A, B, C, D, z, delta_bias, initial_state, mask, starts)
@@ -137,10 +142,10 @@ def _backward(
         dy = gated
     carries, dstate, inner = scan.states(dy, scan.C, dfinal, states)
     partial, shares = scan.input_gradients(dy, carries, dx)
-    dpairs, right = scan.pair_gradients(dy)
+    dpairs, crossing = scan.pair_gradients(dy)
     dC, entering = scan.vector_gradients(dy, scan.C, scan.B, dpairs, states, of_C=True)
     dB, _ = scan.vector_gradients(scan.x, scan.B, scan.C, dpairs, carries, of_C=False)
-    partial |= {"right": right, "entering": entering, "inner": inner}
+    partial |= {**crossing, "entering": entering, "inner": inner}
     wide_A, wide_bias = scan.step_gradients(ddelta, partial)
     dA.copy_(wide_A)
     if delta_bias is not None:
@@ -248,7 +253,7 @@ def _kernels(
 
 _WIDE = (
     *("A", "bias", "D", "delta", "ddelta", "dD", "steps", "high", "low", "through", "pairs"),
-    *("states", "initial", "entered", "final", "inner", "carries", "direct", "left", "leaving"),
+    *("states", "initial", "entered", "final", "inner", "carries", "direct", "leaving", "below"),
     *("right", "entering", "dpairs", "dA", "dbias"),
 )
 _TYPES = dict.fromkeys(_WIDE, "*fp32")

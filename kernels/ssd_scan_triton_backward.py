@@ -3,12 +3,13 @@
 Names as in `ssd_scan_triton_forward`. `dy` here is the gradient of the result before the gate, and
 `carries` (B, chunks, H, P, N) those of the state after each chunk. With L_ij the decay from token j
 to token i, e_i that of the state before the chunk and l_j that towards the state after it, the
-gradient of the exponent summed up to token i is
+exponent of token k stands in every decay from before k to k or later, so that its gradient is
 
-`Σ_{j<i} M_ij - Σ_{j>i} M_ji + e_i dy_i·(S C_i) - m_i`, M_ij = Δ_j L_ij (C_i·B_j) (dy_i·x_j),
+`Σ_{j<k≤i} M_ij + Σ_{i≥k} E_i + Σ_{j<k} m_j + the decay of S times S·dS`,
 
-m_j = Δ_j l_j x_j·(dS B_j), and at the last token also Σ m_j + the decay of S times S·dS. A diagonal
-term would only cancel, so none is taken.
+M_ij = Δ_j L_ij (C_i·B_j) (dy_i·x_j), E_i = e_i dy_i·(S C_i), m_j = Δ_j l_j x_j·(dS B_j). These sums
+are taken as they stand. As differences, of what comes after k and what does not, they would be
+lost where Δ is large, and what a start of a sequence cuts would not be 0.
 """
 
 from __future__ import annotations
@@ -24,6 +25,13 @@ from brickwork.kernels.ssd_scan_triton_forward import (
     sigmoid,
     take,
 )
+
+
+@triton.jit
+def shifted(pointers, rows, end, values):
+    """Store what belongs one place on, below `end`; the first place of all holds 0."""
+    tl.store(pointers + 1, values, rows + 1 < end)
+    tl.store(pointers, tl.zeros_like(values), rows == 0)
 
 
 @triton.jit(do_not_specialize=["T", "chunks", "chunk"])
@@ -42,7 +50,6 @@ def ssd_input_gradients(
     dx,
     dD,
     direct,
-    left,
     leaving,
     T,
     H,
@@ -73,8 +80,8 @@ def ssd_input_gradients(
     PRECISION: tl.constexpr,
 ):
     """Program (chunk, tile of tokens, head; tile of P): dx, a tile's share of dD, and per token,
-    summed over the tile of P: `direct`, the gradient of Δ but for the exponents, `left`, what the
-    exponent's has below zero, and of this `leaving`, m."""
+    summed over the tile of P: `direct`, the gradient of Δ but for the exponents, and, one token on,
+    `leaving`, m."""
     index = tl.program_id(0).to(tl.int64)
     h, index = index % H, index // H
     tile, index = (index % (Q // ROWS)).to(tl.int32), index // (Q // ROWS)
@@ -113,20 +120,16 @@ def ssd_input_gradients(
         exponent = tl.load(high + row + after)[None, :] - sums[:, None]
         exponent += tl.load(low + row + after)[None, :] - lost[:, None]
         decay = decays(exponent, after[None, :], rows[:, None], reach[None, :])
-        pair = tl.load(from_pairs + after[None, :] * Q + rows[:, None])
-        decay *= tl.where(rows[:, None] == after[None, :], 0.0, pair)
+        decay *= tl.load(from_pairs + after[None, :] * Q + rows[:, None])
         upstream = take(from_dy, after, dy_t, columns, real_i, P)
         within = product(decay, upstream, within, PRECISION)
 
     value = take(from_x, rows, x_t, columns, real, P).to(tl.float32)
     upstream = take(from_dy, rows, dy_t, columns, real, P).to(tl.float32)
     m = step * tl.sum(value * outward, 1)
-    own = tl.load(from_pairs + rows * Q + rows)[:, None] * upstream
-    below = m + step * tl.sum(value * within, 1)
-    push = outward + within + own
+    push = outward + within
     tl.store(direct + at_part, tl.sum(value * push, 1))
-    tl.store(left + at_part, below)
-    tl.store(leaving + at_part, m)
+    shifted(leaving + at_part, rows, Q, m)
     push *= step[:, None]
     if D is not None:
         skip = tl.load(D + h * D_h + columns * D_p, columns < P, other=0.0).to(tl.float32)
@@ -148,6 +151,7 @@ def ssd_pair_gradients(
     pairs,
     dpairs,
     right,
+    below,
     T,
     H,
     P,
@@ -168,7 +172,8 @@ def ssd_pair_gradients(
     PRECISION: tl.constexpr,
 ):
     """Program (split of a group's heads, chunk, group; tile of tokens i; of tokens j): the gradient
-    of C_i · B_j summed over the heads, and per head `right`, Σ M_ij over the tile's j."""
+    of C_i · B_j summed over the heads, and per head `right`, Σ M_ij over the tile's j, and, one
+    token on, `below`, Σ M_ij over its i; on the diagonal Σ M_ij' over i > j and j' ≤ j."""
     tile_i, tile_j = tl.program_id(1), tl.program_id(2)
     if tile_j > tile_i:
         return
@@ -187,7 +192,6 @@ def ssd_pair_gradients(
     real_j = past_of(past, index, rows_j, length, Q, PACKED) > 0
     at_pairs = rows_i[:, None] * Q + rows_j[None, :]
     pair = tl.load(pairs + (index * G + g) * Q * Q + at_pairs)
-    pair = tl.where(rows_i[:, None] == rows_j[None, :], 0.0, pair)
     total = tl.zeros([ROWS, ROWS], tl.float32)
     each = (K + splits - 1) // splits
     for k in range(split * each, tl.minimum(split * each + each, K)):
@@ -206,8 +210,14 @@ def ssd_pair_gradients(
         dots *= decays(exponent, rows_i[:, None], rows_j[None, :], reach[:, None])
         dots *= tl.load(steps + row + rows_j)[None, :]
         total += dots
-        at = (row // Q * (Q // ROWS) + tile_j) * Q + rows_i
-        tl.store(right + at, tl.sum(dots * pair, 1))
+        dots *= pair
+        per_tile = below + row * (Q // ROWS) + tile_i * Q + rows_j
+        if tile_i == tile_j:
+            crossing = tl.where(rows_i[:, None] > rows_j[None, :], tl.cumsum(dots, 1), 0.0)
+            shifted(per_tile, rows_j, tile_j * ROWS + ROWS, tl.sum(crossing, 0))
+        else:
+            tl.store(right + row * (Q // ROWS) + tile_j * Q + rows_i, tl.sum(dots, 1))
+            shifted(per_tile, rows_j, tile_j * ROWS + ROWS, tl.sum(dots, 0))
     tl.store(dpairs + here + at_pairs, total)
 
 
@@ -332,10 +342,10 @@ def ssd_step_gradients(
     through,
     past,
     direct,
-    left,
     leaving,
     inner,
     right,
+    below,
     entering,
     ddelta,
     dA,
@@ -371,25 +381,37 @@ def ssd_step_gradients(
     real = past_of(past, index, rows, length, Q, PACKED) > 0
     at_chunk = (b * H + heads) * chunks + c
     known_2d = known[None, :] & real[:, None]
-    gradient = tl.zeros([Q, HEADS], tl.float32)
+    everywhere = known[None, :] & (rows >= 0)[:, None]  # at padding is what is one token on
     step_gradient = tl.zeros([Q, HEADS], tl.float32)
-    to_end = tl.zeros([HEADS], tl.float32)
+    onward = tl.zeros([Q, HEADS], tl.float32)  # m, one token on
     for part in range(parts_p):
         at = (at_chunk * parts_p + part)[None, :] * Q + rows[:, None]
-        gradient -= tl.load(left + at, known_2d, other=0.0)
-        to_end += tl.sum(tl.load(leaving + at, known_2d, other=0.0), 0)
-        step_gradient += tl.load(direct + at, known_2d, other=0.0)
+        onward += tl.load(leaving + at, everywhere, other=0.0)
+        step_gradient += tl.load(direct + at, everywhere, other=0.0)
+    back = tl.zeros([Q, HEADS], tl.float32)  # E
     for part in range(parts_n):
         at = (at_chunk * parts_n + part)[None, :] * Q + rows[:, None]
-        gradient += tl.load(entering + at, known_2d, other=0.0)
+        back += tl.load(entering + at, everywhere, other=0.0)
+    through_all = tl.zeros([HEADS], tl.float32)
+    for part in range(parts_inner):
+        through_all += tl.load(inner + at_chunk * parts_inner + part, known, other=0.0)
+    through_all *= tl.load(through + at_chunk, known, other=0.0)
+    exponent = tl.cumsum(onward, 0) + tl.cumsum(back, 0, reverse=True) + through_all[None, :]
+
+    tile = (rows // ROWS)[:, None]
+    later = rows % ROWS > 0  # the first place of a tile but the first holds nothing
+    from_tiles = tl.zeros([Q, HEADS], tl.float32)
     for part in range(Q // ROWS):
         at = (at_chunk * (Q // ROWS) + part)[None, :] * Q + rows[:, None]
-        gradient += tl.load(right + at, known_2d & (rows >= part * ROWS)[:, None], other=0.0)
-    kept = tl.load(through + at_chunk, known, other=0.0)
-    for part in range(parts_inner):
-        to_end += kept * tl.load(inner + at_chunk * parts_inner + part, known, other=0.0)
-
-    exponent = tl.cumsum(gradient, 0, reverse=True) + to_end[None, :]
+        value = tl.load(below + at, everywhere & (tile <= part) & later[:, None], other=0.0)
+        exponent += tl.where(tile == part, value, 0.0)
+        from_tiles += tl.where(tile < part, value, 0.0)
+    for part in range(Q // ROWS):
+        at = (at_chunk * (Q // ROWS) + part)[None, :] * Q + rows[:, None]
+        value = tl.load(right + at, everywhere & (tile > part), other=0.0)
+        exponent += tl.where(tile > part, tl.cumsum(value, 0, reverse=True), 0.0)
+        here = tile == part
+        exponent += tl.where(here, tl.cumsum(tl.where(here, from_tiles, 0.0), 0), 0.0)
     at = at_chunk[None, :] * Q + rows[:, None]
     step = tl.load(steps + at, known[None, :], other=0.0)
     rate = tl.load(A + heads, known, other=0.0).to(tl.float32)

@@ -104,7 +104,8 @@ class Scan:
         self.chunks = cdiv(self.T, chunk)
         tiles = tiles_of(self.H, self.P, self.N, chunk, precision(x.dtype, B.dtype, C.dtype))
         self.Q = tiles["Q"]
-        self.parts_p, self.parts_n = cdiv(self.P, tiles["BP"]), cdiv(self.N, tiles["BN"])
+        self.parts_p = cdiv(self.P, tiles["BP"])
+        self.parts_n = max(1, cdiv(self.N, tiles["BN"]))
         self.parts_q, self.blocks_h = self.Q // tiles["ROWS"], cdiv(self.H, tiles["HEADS"])
         self.processors = multiprocessors(x)
         self.x, self.B, self.C = dense_rows(x), dense_rows(B), dense_rows(C)
@@ -201,7 +202,6 @@ class Scan:
         tiles = B * chunks * self.parts_q
         partial = {
             "direct": self.space(B, H, chunks, self.parts_p, Q),
-            "left": self.space(B, H, chunks, self.parts_p, Q),
             "leaving": self.space(B, H, chunks, self.parts_p, Q),
         }
         dD = None if self.pool["D"] is None else self.space(tiles, H, self.P)
@@ -209,18 +209,18 @@ class Scan:
         self.launch(ssd_input_gradients, (tiles * H, self.parts_p), **given)
         return partial, dD
 
-    def pair_gradients(self, dy: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient of C Bᵀ, and `right` of `ssd_pair_gradients`."""
+    def pair_gradients(self, dy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The gradient of C Bᵀ, and `right` and `below` of `ssd_pair_gradients`."""
         B, chunks, Q, parts = self.batch, self.chunks, self.Q, self.parts_q
         programs = B * chunks * self.G
         K = self.H // self.G
         splits = _splits(programs * parts * (parts + 1) // 2, K, self.processors)
         dpairs = self.space(splits, B, chunks, self.G, Q, Q)
-        right = self.space(B, self.H, chunks, parts, Q)
-        given = {**self.named(dy=dy), "splits": splits, "dpairs": dpairs, "right": right}
+        partial = {name: self.space(B, self.H, chunks, parts, Q) for name in ("right", "below")}
+        given = {**self.named(dy=dy), **partial, "splits": splits, "dpairs": dpairs}
         self.launch(ssd_pair_gradients, (splits * programs, parts, parts), **given)
         # not a sum over Q: above the diagonal whole tiles are uninitialised, and stay unread
-        return (dpairs[0] if splits == 1 else dpairs.sum(0)), right
+        return (dpairs[0] if splits == 1 else dpairs.sum(0)), partial
 
     def vector_gradients(
         self, values: Tensor, own: Tensor, other: Tensor, dpairs: Tensor, states: Tensor, of_C: bool

@@ -272,9 +272,9 @@ def _angles(positions_BT: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> Tenso
     """(B or 1, T, 1, F): the axis of heads is broadcast."""
     frequencies = inv_freq.to(dtype)
     if inv_freq.ndim == 2:
-        frequencies = frequencies[:, None]
-    positions = (positions_BT if positions_BT.ndim == 2 else positions_BT[None]).to(dtype)
-    return (positions[..., None] * frequencies)[:, :, None]
+        frequencies = frequencies.unsqueeze(1)
+    positions = (positions_BT if positions_BT.ndim == 2 else positions_BT.unsqueeze(0)).to(dtype)
+    return (positions.unsqueeze(-1) * frequencies).unsqueeze(2)
 
 
 def cos_sin(

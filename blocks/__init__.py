@@ -3,6 +3,8 @@
 from brickwork.blocks.attention import Attention as Attention
 from brickwork.blocks.bimamba import BiMamba as BiMamba
 from brickwork.blocks.block_kv_cache import BlockKVCache as BlockKVCache
+from brickwork.blocks.diffusion_likelihood import TokenLogProbs as TokenLogProbs
+from brickwork.blocks.diffusion_sampler import SampleReport as SampleReport
 from brickwork.blocks.kv_cache import KVCache as KVCache
 from brickwork.blocks.kv_cache import StaticKVCache as StaticKVCache
 from brickwork.blocks.mamba1 import Mamba1 as Mamba1

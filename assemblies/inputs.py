@@ -76,6 +76,12 @@ def rows_at(name: str, x: Tensor, index: Tensor, labels: Tensor | None) -> Tenso
     return x[torch.arange(len(x), device=x.device)[:, None], index]
 
 
+def padding(mask: Tensor | Sequence[Tensor] | None) -> Tensor | None:
+    """The one of an attention's masks that says which tokens are real, (B, T), or None."""
+    masks = [mask] if isinstance(mask, Tensor) else mask or ()
+    return next((one for one in masks if one.ndim == 2), None)
+
+
 def check_per_layer(
     layers: int,
     *,

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from brickwork.assemblies.assembly import Assembly
 from brickwork.assemblies.checkpoint import Rename
 from brickwork.assemblies.generation import generate
-from brickwork.assemblies.inputs import check_mask, check_per_layer, embed
+from brickwork.assemblies.inputs import check_mask, check_per_layer, embed, padding
 from brickwork.assemblies.outputs import RishOutput
 from brickwork.assemblies.rish_config import RishConfig
 from brickwork.assemblies.targets import next_token_labels
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, routing: Tensor | None, **where: Any) -> tuple[Tensor, MoEOutput]:
         x = x + self.post_attention_layernorm(self.attention(x, **where))
-        out = self.moe(x, routing=routing, mask=where["mask"])
+        out = self.moe(x, routing=routing, mask=padding(where["mask"]))
         return x + self.post_feedforward_layernorm(out.y), out
 
 

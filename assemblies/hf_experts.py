@@ -21,9 +21,9 @@ def register_experts() -> None:
 
     >>> register_experts()
     >>> from transformers import MixtralConfig, MixtralForCausalLM
-    >>> config = MixtralConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-    ...     num_attention_heads=2, num_key_value_heads=2, num_local_experts=4,
-    ...     experts_implementation="brickwork")
+    >>> config = MixtralConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1,
+    ...     intermediate_size=8, num_attention_heads=2, num_key_value_heads=2,
+    ...     num_local_experts=4, experts_implementation="brickwork")
     >>> MixtralForCausalLM(config).config._experts_implementation
     'brickwork'
     """

@@ -103,6 +103,11 @@ class LCPLMModel(LCPLMPreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
         vocab = self.config.vocab_size
         hidden = embed(self.embedding, input_ids, inputs_embeds, vocab_size=vocab)
+        if any(p.is_meta for p in self.layers.parameters()) and not hidden.is_meta:
+            # A mixer reads parameters of modules that it does not call, whose hooks fetch them.
+            raise ValueError(
+                "device_map must leave every layer of LCPLMModel on a device, not on the disk"
+            )
         mask = check_mask("attention_mask", attention_mask, hidden)
         residual, states = None, [hidden]
         for i, layer in enumerate(self.layers):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from brickwork.kernels.backend import choose, compute_dtype
+from brickwork.kernels.backend import choose, compute_dtype, unavailable
 from brickwork.kernels.checks import check_shapes
 from brickwork.kernels.selective_scan import check_scan, selective_scan, selective_scan_reference
 from brickwork.kernels.sequences import check_mask, check_seq_ids, sequence_starts, why_not_plain
@@ -51,7 +51,7 @@ def bidirectional_scan(
             `forward.x`'s dtype.
         z: (B, T, E), the gate of both.
         softplus, mask, seq_ids: of both, as in `selective_scan`.
-        backend: "torch" or "cpu"; "auto" without it calls `selective_scan` twice.
+        backend: "torch", "cpu" or "triton"; without "cpu", `selective_scan` is called twice.
 
     Returns:
         (B, T, E).
@@ -85,6 +85,7 @@ def bidirectional_scan(
         backend,
         torch=lambda: why_not_plain(sides["forward"].x),
         cpu=lambda: _why_not_cpu(*sides.values(), z=z),
+        triton=lambda: _why_not_triton(*sides["forward"], *sides["backward"], z),
     )
     if chosen == "cpu":
         from brickwork.kernels.bidirectional_scan_cpu import bidirectional_scan_cpu
@@ -93,7 +94,7 @@ def bidirectional_scan(
         return bidirectional_scan_cpu(*sides.values(), starts=starts, **options)
     if backend == "torch":
         return bidirectional_scan_reference(*sides.values(), seq_ids=seq_ids, **options)
-    options["seq_ids"] = seq_ids
+    options |= {"seq_ids": seq_ids, "backend": backend}
     y = _one_way(selective_scan, sides["forward"], reverse=False, **options)
     return y + _one_way(selective_scan, sides["backward"], reverse=True, **options).to(y.dtype)
 
@@ -116,6 +117,14 @@ def bidirectional_scan_reference(
 
 def _one_way(scan: Any, inputs: ScanInputs, **options: Any) -> Tensor:
     return scan(*inputs[:5], D=inputs.D, delta_bias=inputs.delta_bias, **options).y
+
+
+def _why_not_triton(*tensors: Tensor | None) -> str | None:
+    if reason := unavailable("triton.language"):
+        return reason
+    from brickwork.kernels.selective_scan_triton import why_not
+
+    return why_not(*tensors)
 
 
 def _why_not_cpu(forward: ScanInputs, backward: ScanInputs, *, z: Tensor | None) -> str | None:

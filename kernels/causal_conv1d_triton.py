@@ -233,7 +233,7 @@ def configurations() -> Iterator[Configuration]:
     cases = [
         (dtype, channels, width, {"BIAS"}, False)
         for dtype in (torch.float32, torch.bfloat16)
-        for channels, width in ((256, 4), (4096, 2), (4096, 4), (4096, 8))
+        for channels, width in ((96, 4), (256, 4), (4096, 2), (4096, 4), (96, 8), (4096, 8))
     ]
     cases += [
         (torch.float16, 4096, 4, {"BIAS"}, True),

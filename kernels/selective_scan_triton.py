@@ -338,39 +338,35 @@ _backward_op = triton_support.register("selective_scan_triton_backward", _backwa
 
 
 def configurations() -> Iterator[Configuration]:
-    """Both blocks of channels with every option, with those of Mamba in training, and with none."""
+    """Both blocks of channels, with every option and with those of Mamba in training. Others need
+    fewer registers, N moves none, and the narrow dtypes are alike."""
     every = {"D", "Z", "BIAS", "FLAGS", "STATES"}
-    cases = [
-        (dtype, state, block, given)
-        for dtype, state, given in (
-            (torch.float32, 16, every),
-            (torch.bfloat16, 16, every - {"FLAGS"}),
-            (torch.float16, 128, set()),
-        )
-        for block in (32, 64)
-    ]
-    for dtype, state, block, given in cases:
-        options = "all options" if given == every else f"{len(given)} options"
-        name = f"N = {state}, {block} channels, {TYPE_NAMES[dtype]}, {options}"
-        types = dict.fromkeys(("X", "DELTA", "B", "C", "Z", "Y", "DY", "DX", "DDELTA", "DZ"), dtype)
-        both: dict[str, Any] = {
-            "SOFTPLUS": bool(given),
-            "TURN": -1 if given == every else 1,
-            "N": state,
-        }
-        both |= {"BLOCK": block, **dict.fromkeys(every - given - {"STATES"})}
+    dense = every - {"FLAGS"}
+    for dtype, given, block in (
+        (torch.float32, every, 32),
+        (torch.float32, every, 64),
+        (torch.bfloat16, dense, 32),
+        (torch.bfloat16, dense, 64),
+    ):
+        options = "all options" if given == every else "no padding"
+        name = f"{block} channels, {TYPE_NAMES[dtype]}, {options}"
+        types = dict.fromkeys(("X", "DELTA", "Z", "Y", "DY", "DX", "DDELTA", "DZ"), dtype)
+        turn = -1 if given == every else 1
+        both: dict[str, Any] = {"SOFTPLUS": True, "TURN": turn, "N": 16, "BLOCK": block}
+        both |= dict.fromkeys(every - given)
         forward = both | {"Q": _Q_FORWARD, "SUMMARY": False, "DECAY": None}
-        forward |= {} if "STATES" in given else {"STATES": None}
-        backward = both | {"Q": _Q_BACKWARD} | ({} if "Z" in given else {"DZ": None})
-        yield _configuration(forward_kernel, f"forward, {name}", forward, types)
         summary = both | {"Q": _Q_FORWARD, "SUMMARY": True, "Y": None, "STATES": None}
+        backward = both | {"Q": _Q_BACKWARD}
+        yield _configuration(forward_kernel, f"forward, {name}", forward, types)
         if given == every:
             yield _configuration(forward_kernel, f"forward summary, {name}", summary, types)
-        if given != every or block == 32:  # not dispatched otherwise
-            yield _configuration(backward_kernel, f"backward, {name}", backward, types)
-        if given == (every if block == 32 else every - {"FLAGS"}):
-            kernel, label = backward_summary_kernel, f"backward summary, {name}"
-            yield _configuration(kernel, label, backward, types)
+        if given == every and block == 64:
+            continue  # `_block_of_backward` does not choose it
+        yield _configuration(backward_kernel, f"backward, {name}", backward, types)
+        if given == every or block == 64:
+            summary = backward
+            name = f"backward summary, {name}"
+            yield _configuration(backward_summary_kernel, name, summary, types)
     for state in (16, 128):
         columns, rows = _shape_of_preparation(state)
         constants = {"N": state, "COLUMNS": columns, "ROWS": rows, "REVERSE": True}

@@ -102,6 +102,18 @@ def choice(times):
     return torch.zeros(1, times, dtype=torch.int64), torch.ones(1, times)
 
 
+@pytest.mark.parametrize("dtype", NARROW)
+def test_the_activation_is_that_of_what_is_kept(dtype):
+    """Gate and up are rounded before they are used, so that the backward pass starts from the same
+    numbers."""
+    x, gate_up, down, indices, _ = problem(40, 64, 64, 1, 1, dtype=dtype)
+    p = kernels._plan(x, gate_up, down, indices)
+    activation, both = kernels.gate_up_rows(x, gate_up, p, 1, True)
+    gate, up = both.float().chunk(2, -1)
+    expected = (torch.nn.functional.silu(gate) * up).to(dtype)
+    assert (activation == expected).float().mean() > 0.99
+
+
 def test_mixed_dtypes_compute_in_the_widest():
     """D1 29: float32 x to bfloat16 experts, float16 weights."""
     x, gate_up, down, indices, weights = problem()
@@ -445,6 +457,12 @@ def test_offsets_past_two_to_the_31_in_the_experts():
     assert_close(y, values[0], terms=8)
     upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
     assert_close(torch.autograd.grad(y, leaf, upstream)[0], grads[0], terms=8)
+    p = kernels._plan(x, gate_up, down, indices)
+    vast[0].as_strided(gate_up.shape, (2**30 + 8, 8, 1)).zero_()
+    both = torch.randn(6, 16)
+    kernels.weight_grad(both, x, p, 1, far_gate_up, gather_left=False)
+    kernels.weight_grad(both, x, p, 1, gate_up, gather_left=False)
+    assert torch.equal(far_gate_up, gate_up)
 
 
 def test_offsets_past_two_to_the_31_in_the_rows(monkeypatch):

@@ -82,6 +82,12 @@ class KVCache:
         self._positions = torch.cat((self._positions, positions), 1)
         return CacheEntries(self._keys, self._values, self._mask, self._positions, start)
 
+    def held(self) -> CacheEntries:
+        """What `append` would return for no new token; ValueError for an empty cache."""
+        if self._keys is None or self._values is None or self._positions is None:
+            raise ValueError("held() needs a cache that something was appended to")
+        return CacheEntries(self._keys, self._values, self._mask, self._positions, self.length)
+
     def next_positions(self) -> Tensor | None:
         """(B,), each row's largest position of a real token + 1; None for an empty cache."""
         if self._positions is None or not self.length:
@@ -192,6 +198,12 @@ class StaticKVCache:
         self._mask.index_copy_(1, slots, new)
         self._length.add_(size[1])
         return CacheEntries(self._keys, self._values, self._mask, self._positions, start)
+
+    def held(self) -> CacheEntries:
+        """What `append` would return for no new token."""
+        return CacheEntries(
+            self._keys, self._values, self._mask, self._positions, self._length.clone()
+        )
 
     def next_positions(self) -> Tensor:
         """(B,), each row's largest position of a real token + 1."""

@@ -1,0 +1,74 @@
+"""A decoding step of Rish on the CPU, over buffers allocated before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from brickwork.blocks.kv_cache import KVCache, StaticKVCache
+from brickwork.blocks.single_token import AttentionStep, MoEStep, Turn, add_norm_of, why_not_single
+
+if TYPE_CHECKING:
+    from brickwork.assemblies.rish import Rish
+
+FIRST_SLOTS = 64
+
+
+class DecodeStep:
+    """Called with a token for each row (B,), returns the logits (B, V) of the next ones.
+
+    Arguments:
+        model: one for which `why_not` gives None.
+        caches: one per layer, filled with the prompts.
+        mask: (B, T), which of their tokens are real.
+        slots: how many tokens the buffers hold; None lets them grow.
+    """
+
+    def __init__(
+        self,
+        model: Rish,
+        caches: Sequence[KVCache | StaticKVCache],
+        mask: Tensor,
+        *,
+        slots: int | None,
+    ) -> None:
+        self.model = model
+        self.length = mask.shape[1]
+        self.slots = slots or max(FIRST_SLOTS, 2 * self.length)
+        padded = not bool(mask.all())
+        self.mask = F.pad(mask, (0, self.slots - self.length), value=True) if padded else None
+        self.turn = Turn(model.rope, mask.sum(1, keepdim=True), model.embed_tokens.weight.dtype)
+        self.attention = [
+            AttentionStep(layer.attention, cache.held(), self.length, self.slots)
+            for layer, cache in zip(model.layers, caches)
+        ]
+        self.moe = [MoEStep(layer.moe) for layer in model.layers]
+
+    @staticmethod
+    def why_not(model: Rish) -> str | None:
+        """Why the step would not compute what the model's modules do, or None."""
+        return why_not_single(model, type(model), *{type(layer) for layer in model.layers})
+
+    def __call__(self, token_B: Tensor) -> Tensor:
+        model, slot = self.model, self.length
+        if slot == self.slots:
+            self._grow()
+        x = F.embedding(token_B, model.embed_tokens.weight)
+        turn = self.turn()
+        seen = None if self.mask is None else self.mask[:, None, None, : slot + 1]
+        for layer, attention, moe in zip(model.layers, self.attention, self.moe):
+            x = add_norm_of(x, attention(x, slot, turn, seen), layer.post_attention_layernorm)
+            x = add_norm_of(x, moe(x), layer.post_feedforward_layernorm)
+        self.length += 1
+        head = model.embed_tokens if model.lm_head is None else model.lm_head
+        return F.linear(model.norm(x), head.weight)
+
+    def _grow(self) -> None:
+        if self.mask is not None:
+            self.mask = F.pad(self.mask, (0, self.slots), value=True)
+        self.slots *= 2
+        for attention in self.attention:
+            attention.grow(self.slots)

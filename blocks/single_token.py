@@ -1,0 +1,170 @@
+"""Attention, experts and norms for one new token a row, over weights and buffers at hand.
+
+At one token a step each weight is read once and little is computed, so that checks and modules
+would cost as much as the arithmetic: there are none here, for inference on the CPU. What is
+computed is what the blocks define. B rows, C width, H query and G key/value heads of width D, S
+slots, E experts, K chosen.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from brickwork.blocks.attention import Attention
+from brickwork.blocks.kv_cache import CacheEntries
+from brickwork.blocks.moe import MoE
+from brickwork.blocks.norm import RMSNorm
+from brickwork.blocks.rope import RoPE
+from brickwork.blocks.router import Router, SoftmaxRule
+from brickwork.kernels.rope import cos_sin
+
+FUSED_BYTES = 2**24  # q, k and v as one matrix up to here: a copy that saves two products
+PARTS = (nn.Linear, nn.Embedding, nn.ModuleList, Attention, RMSNorm, MoE, Router, RoPE)
+
+
+def why_not_single(model: nn.Module, *others: type[nn.Module]) -> str | None:
+    """Why `model`, of the modules above and of `others`, cannot be run by these steps, or None.
+
+    They see parameters only: nothing may be replaced, hooked, parametrised or cast.
+    """
+    for name, module in model.named_modules():
+        if type(module) not in (*PARTS, *others):
+            return f"{name} is a {type(module).__name__}"
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+            return f"{name} has hooks"
+        if isinstance(module, Attention):
+            rope = module.rope
+            turned = rope is not None and rope.layout == "half" and not rope.length_dependent
+            if not turned or rope.rotary_dim != rope.head_dim or module.qk_norm != "full":
+                return f"{name} has another RoPE or QK-norm"
+        if isinstance(module, RMSNorm) and module.cast != "once":
+            return f"{name} casts in another order"
+        if isinstance(module, MoE):
+            plain = module.rule == SoftmaxRule() and module.gate_up is not None
+            if not plain or module.selection_bias is not None or module.shared is not None:
+                return f"{name} has other parts"
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if dtypes not in ({torch.float32}, {torch.float64}):
+        return "parameters must be float32 or float64 throughout"
+    if any(p.device.type != "cpu" or type(p) is not nn.Parameter for p in model.parameters()):
+        return "parameters must be plain ones on the CPU"
+    return "autocast is on" if torch.is_autocast_enabled("cpu") else None
+
+
+class Turn:
+    """The rotations (B, 1, D) of the next token of each row, at its own position."""
+
+    def __init__(self, rope: RoPE, positions_B1: Tensor, dtype: torch.dtype) -> None:
+        self.rope, self.positions, self.dtype = rope, positions_B1, dtype
+        self.inv_freq = rope.inv_freq(positions_B1.device)
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        cos, sin = cos_sin(self.positions, self.inv_freq, self.rope.scale, self.dtype)
+        self.positions = self.positions + 1
+        return torch.cat((cos, cos), -1)[:, 0], torch.cat((-sin, sin), -1)[:, 0]
+
+
+class AttentionStep:
+    """An `Attention` with keys and values in buffers (B, G, slots, D), filled with `held`."""
+
+    def __init__(self, part: Attention, held: CacheEntries, length: int, slots: int) -> None:
+        assert part.q_norm is not None
+        assert part.k_norm is not None
+        self.part, self.slots = part, slots
+        products = (part.q_proj, part.k_proj, part.v_proj)
+        self.products = [(p.weight, p.bias) for p in products]
+        size = sum(p.weight.numel() * p.weight.element_size() for p in products)
+        if size <= FUSED_BYTES:
+            bias = None if part.q_proj.bias is None else torch.cat([p.bias for p in products])
+            self.products = [(torch.cat([p.weight for p in products]), bias)]
+        self.qk_weight = torch.cat((part.q_norm.weight, part.k_norm.weight))
+        self.eps = part.q_norm.eps
+        self.sizes = part.num_heads * part.head_dim, part.num_kv_heads * part.head_dim
+        self.keys, self.values = (
+            self._buffer(each[:, :length]) for each in (held.keys, held.values)
+        )
+
+    def __call__(
+        self, x_BC: Tensor, slot: int, turn: tuple[Tensor, Tensor], seen: Tensor | None
+    ) -> Tensor:
+        part, rows = self.part, len(x_BC)
+        heads, groups, width = part.num_heads, part.num_kv_heads, part.head_dim
+        found = [F.linear(x_BC, weight, bias) for weight, bias in self.products]
+        qkv = found[0] if len(found) == 1 else torch.cat(found, 1)
+        wide, narrow = self.sizes
+        both = qkv[:, : wide + narrow] * self.qk_weight
+        by_q = _root(qkv[:, :wide], self.eps)
+        by_k = _root(qkv[:, wide : wide + narrow], self.eps)
+        both = both.view(rows, heads + groups, width)
+        both = torch.addcmul(both * turn[0], both.roll(width // 2, -1), turn[1])
+        self.keys[:, :, slot] = both[:, heads:] * by_k
+        self.values[:, :, slot] = qkv[:, wide + narrow :].view(rows, groups, width)
+        q = (both[:, :heads] * by_q).view(rows, groups, heads // groups, width)
+        keys, values = self.keys[:, :, : slot + 1], self.values[:, :, : slot + 1]
+        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen)
+        return F.linear(y.reshape(rows, wide), part.o_proj.weight, part.o_proj.bias)
+
+    def grow(self, slots: int) -> None:
+        """Make the buffers `slots` long, with what is in them."""
+        more = slots - self.slots
+        self.slots = slots
+        self.keys, self.values = (
+            torch.cat((each, each.new_empty(*each.shape[:2], more, each.shape[3])), 2)
+            for each in (self.keys, self.values)
+        )
+
+    def _buffer(self, held_BTGD: Tensor) -> Tensor:
+        rows, length, groups, width = held_BTGD.shape
+        buffer = held_BTGD.new_empty(rows, groups, self.slots, width)
+        buffer[:, :, :length] = held_BTGD.transpose(1, 2)
+        return buffer
+
+
+class MoEStep:
+    """A `MoE`; a single row goes through its experts one by one."""
+
+    def __init__(self, part: MoE) -> None:
+        assert part.gate_up is not None
+        assert part.down is not None
+        self.part = part
+        self.gate_up, self.down = part.gate_up.unbind(), part.down.mT.unbind()
+
+    def __call__(self, x_BC: Tensor) -> Tensor:
+        part = self.part
+        if len(x_BC) != 1:
+            return part(x_BC).y
+        scores = F.linear(x_BC, part.router.weight, part.router.bias).softmax(-1)
+        scores, order = scores.sort(dim=-1, descending=True, stable=True)
+        weights = scores[0, : part.top_k].tolist()
+        if part.normalize:
+            weights = [weight / sum(weights) for weight in weights]
+        y = None
+        for e, weight in zip(order[0, : part.top_k].tolist(), weights):
+            gate, up = F.linear(x_BC, self.gate_up[e]).chunk(2, -1)
+            inner = F.silu(gate).mul_(up)
+            if y is None:
+                y = torch.mm(inner, self.down[e]).mul_(weight)
+            else:
+                y.addmm_(inner, self.down[e], alpha=weight)
+        assert y is not None
+        return y
+
+
+def add_norm_of(x_BC: Tensor, y_BC: Tensor, norm: RMSNorm) -> Tensor:
+    """`x + norm(y)`."""
+    root = _root(y_BC, norm.eps)
+    if isinstance(root, float):
+        return torch.addcmul(x_BC, y_BC, norm.weight, value=root)
+    return torch.addcmul(x_BC, y_BC * root[:, 0], norm.weight)
+
+
+def _root(x_BC: Tensor, eps: float) -> float | Tensor:
+    """`1 / sqrt(mean(x²) + eps)`: a number for one row, (B, 1, 1) for several."""
+    if len(x_BC) == 1:
+        row = x_BC[0]
+        return 1 / math.sqrt(torch.dot(row, row).item() / len(row) + eps)
+    return torch.rsqrt(x_BC.square().mean(-1, keepdim=True) + eps)[:, None]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from typing import Any
+
+from torch import Tensor
 from transformers.integrations import moe
 
 from brickwork.kernels.experts import experts
@@ -31,7 +33,7 @@ def register_experts() -> None:
 
 
 def experts_forward(
-    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """What transformers calls in the place of the forward of `self`, a model's experts: tokens
     (S, C), the experts chosen (S, K) and their weights (S, K)."""
@@ -42,7 +44,7 @@ def experts_forward(
     return experts(hidden_states, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights)
 
 
-def _why_not(module: nn.Module) -> str | None:
+def _why_not(module: Any) -> str | None:
     """What makes these experts other than ours, or None."""
     differences = {
         "it has no gate": not module.has_gate,

@@ -59,7 +59,8 @@ class LCPLMPreTrainedModel(AssemblyModel):
                 f"{config.pad_vocab_size_multiple} pads the table, got {pad_to_multiple_of}"
             )
         if new_num_tokens is None:
-            return self.base_model.embedding
+            backbone: Any = self.base_model
+            return backbone.embedding
         multiple = config.pad_vocab_size_multiple
         resize(config.vocab_size, None, mean_resizing)
         table = resize(math.ceil(new_num_tokens / multiple) * multiple, None, mean_resizing)

@@ -234,10 +234,12 @@ class RishForCausalLM(RishPreTrainedModel, GenerationMixin):
             real = input_ids.new_ones(1, total) if mask is None else mask
             now, then = real.sum(1), real[:, :past].sum(1)
             if not torch.equal(*(rope.inv_freq(real.device, n) for n in (now, then))):
-                if input_ids.shape[1] < total or inputs_embeds is not None:
+                several = total > past + 1 and not kwargs.get("is_first_iteration")
+                if input_ids.shape[1] < total or inputs_embeds is not None or several:
                     raise ValueError(
                         f"a RoPE of type {rope.scaling} turns the {past} tokens in the cache anew "
-                        f"at {total} tokens: pass all input_ids, no chunks and no inputs_embeds"
+                        f"at {total} tokens: pass all input_ids, no chunks of them and no "
+                        "inputs_embeds, and decode one token at a time"
                     )
                 cache.reset()
                 if int(cache.get_seq_length()):  # transformers up to 5.17 only fills it with zeros

@@ -186,6 +186,9 @@ def test_errors():
         dynamic(ids, use_cache=True, position_ids=torch.tensor([[0, 2, 4]]))
     with pytest.raises(ValueError, match="pass all input_ids, no chunks"):
         generate(dynamic, left_padded(12), prefill_chunk_size=4)
+    repeated = {"input_ids": torch.tensor([[5, 6, 7, 5, 6, 7, 5]])}
+    with pytest.raises(ValueError, match="decode one token at a time"):
+        generate(dynamic, repeated, prompt_lookup_num_tokens=3)
     with pytest.raises(ValueError, match="max_positions = 64"):
         generate(model, left_padded(60))
 

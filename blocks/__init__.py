@@ -16,6 +16,11 @@ from brickwork.blocks.moe import MoE as MoE
 from brickwork.blocks.moe import MoEOutput as MoEOutput
 from brickwork.blocks.moe_losses import load_balancing_loss as load_balancing_loss
 from brickwork.blocks.moe_losses import router_z_loss as router_z_loss
+from brickwork.blocks.moe_tools import AdapterTargets as AdapterTargets
+from brickwork.blocks.moe_tools import RouterStatistics as RouterStatistics
+from brickwork.blocks.moe_tools import adapter_targets as adapter_targets
+from brickwork.blocks.moe_tools import quantization_skip as quantization_skip
+from brickwork.blocks.moe_tools import router_statistics as router_statistics
 from brickwork.blocks.norm import AddNorm as AddNorm
 from brickwork.blocks.norm import RMSNorm as RMSNorm
 from brickwork.blocks.packing import Collator as Collator
@@ -26,6 +31,9 @@ from brickwork.blocks.param_groups import decay_parameter_groups as decay_parame
 from brickwork.blocks.residual import Residual as Residual
 from brickwork.blocks.rope import RoPE as RoPE
 from brickwork.blocks.router import SigmoidRouter as SigmoidRouter
+from brickwork.blocks.routing_replay import RoutingRecord as RoutingRecord
+from brickwork.blocks.routing_replay import record_routing as record_routing
+from brickwork.blocks.routing_replay import replay_routing as replay_routing
 from brickwork.blocks.selection_bias import SelectionBias as SelectionBias
 from brickwork.blocks.selection_bias import update_balance as update_balance
 from brickwork.blocks.swiglu import SwiGLU as SwiGLU

@@ -176,7 +176,7 @@ class MoE(nn.Module):
         scores = self.rule.scores(router_logits)
         if routing is None:
             bias = self.selection_bias
-            preferences = scores if bias is None else scores + bias.bias
+            preferences = scores if bias is None else bias(scores)
             indices = self.rule.choose(preferences, self.top_k)
         else:
             if routing.shape != (*leading, self.top_k):

@@ -30,7 +30,11 @@ def from_dense(
         )
     if options.get("shared") is not None:
         raise ValueError("shared must be None: it would be added to the dense output")
-    sizes = {"hidden_dim": dense.hidden_dim, "num_experts": num_experts, "top_k": top_k}
+    sizes: dict[str, Any] = {
+        "hidden_dim": dense.hidden_dim,
+        "num_experts": num_experts,
+        "top_k": top_k,
+    }
     with down.device:
         moe = cls(dense.dim, **sizes, **{**options, "normalize": True})
     moe.to(device=down.device, dtype=down.dtype)

@@ -53,7 +53,7 @@ def load_balancing_loss(
     tensor(2.)
     """
     check_one_of("balance", balance, ("per_layer", "pooled"))
-    layers = _real_rows(router_logits, mask)
+    layers = real_rows(router_logits, mask)
     num_experts = layers[0][0].shape[-1]
     check_top_k(top_k, num_experts)
     counts, masses, totals = [], [], []
@@ -94,13 +94,13 @@ def router_z_loss(
     tensor(4.3241)
     """
     losses = []
-    for logits, real in _real_rows(router_logits, mask):
+    for logits, real in real_rows(router_logits, mask):
         squares = torch.where(real, logits.logsumexp(-1).square(), 0)
         losses.append(squares.sum() / real.sum().clamp(min=1))
     return torch.stack(losses).mean()
 
 
-def _real_rows(
+def real_rows(
     router_logits: Tensor | Sequence[Tensor], mask: Tensor | None
 ) -> list[tuple[Tensor, Tensor]]:
     """For each layer the logits (R, E) in the compute dtype, 0 in rows that are not real, and which

@@ -23,7 +23,9 @@ class RoutingRule(Protocol):
     layer around it. A rule holds no tensors.
     """
 
-    scale: float
+    @property
+    def scale(self) -> float:
+        """Factor on the weights."""
 
     def scores(self, logits: Tensor) -> Tensor:
         """Affinities (..., E), at least 0, in float32 or float64; the weights are made of these."""

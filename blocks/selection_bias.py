@@ -24,10 +24,12 @@ class SelectionBias(nn.Module):
     `bias_e += rate · (d_e - mean d)` with `d_e = sign(mean count - count_e)`. The update is
     centred, so that the biases keep their sum.
 
-    `bias` is a buffer in the state dict and stays float32 whatever the model is cast to. `counts`
-    (E), int64, is neither: what a process has counted since the last update is its own, and
-    DistributedDataParallel would overwrite a buffer. A forward that activation checkpointing runs
-    again counts once; exported programs do not count.
+    `bias` is a parameter without gradient, in the state dict, and stays float32 whatever the model
+    is cast to. `counts` (E), int64, is neither parameter nor buffer: what a process has counted
+    since the last update is its own. A forward that activation checkpointing runs again counts
+    once; exported programs do not count.
+
+    Called with scores (..., E); returns the preferences (..., E) that experts are chosen by.
 
     Paper: Wang et al., *Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts*, 2024.
 
@@ -40,19 +42,23 @@ class SelectionBias(nn.Module):
     [-0.25, -0.25, 0.25, 0.25]
     """
 
-    bias: Tensor
+    float32_parameters = ("bias",)
     counts: Tensor
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
         check_integer("num_experts", num_experts, least=1)
-        self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32))
+        bias = torch.zeros(num_experts, dtype=torch.float32)
+        self.bias = nn.Parameter(bias, requires_grad=False)
         self.counts = torch.zeros_like(self.bias, dtype=torch.int64)
 
     def reset_parameters(self) -> None:
         """Bias 0, nothing counted."""
-        self.bias.zero_()
+        nn.init.zeros_(self.bias)
         self.counts = torch.zeros_like(self.bias, dtype=torch.int64)
+
+    def forward(self, scores: Tensor) -> Tensor:
+        return scores + self.bias.detach()
 
     def count(self, indices: Tensor, mask: Tensor | None = None) -> None:
         """Count the choices (..., K) of the tokens where `mask` (...) is not 0."""
@@ -65,17 +71,21 @@ class SelectionBias(nn.Module):
         """One step towards balance from these counts (E), and begin to count anew."""
         counts = counts.to(self.bias.device)
         direction = torch.sign(counts.sum() - counts * len(counts)).to(self.bias.dtype)
-        self.bias.add_(direction - direction.mean(), alpha=rate)
+        with torch.no_grad():
+            self.bias.add_(direction - direction.mean(), alpha=rate)
         self.counts = torch.zeros_like(self.counts)
 
     def extra_repr(self) -> str:
         return str(len(self.bias))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SelectionBias:
-        before = self.bias
-        super()._apply(fn, recurse)
-        if self.bias.dtype != torch.float32:
-            self.bias = before.to(self.bias.device, torch.float32)
+        def kept(tensor: Tensor) -> Tensor:
+            out = fn(tensor)
+            if not out.is_floating_point() or out.dtype == torch.float32:
+                return out
+            return tensor.to(out.device, torch.float32)
+
+        super()._apply(kept, recurse)
         if self.counts.device != self.bias.device:
             empty = self.counts.is_meta or self.bias.is_meta
             counts = torch.zeros_like(self.bias, dtype=torch.int64)

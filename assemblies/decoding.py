@@ -9,7 +9,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brickwork.blocks.kv_cache import KVCache, StaticKVCache
-from brickwork.blocks.single_token import AttentionStep, MoEStep, Turn, add_norm_of, why_not_single
+from brickwork.blocks.single_token import (
+    AttentionStep,
+    MoEStep,
+    Product,
+    Turn,
+    add_norm_of,
+    why_not_single,
+)
 
 if TYPE_CHECKING:
     from brickwork.assemblies.rish import Rish
@@ -45,6 +52,7 @@ class DecodeStep:
             AttentionStep(layer.attention, cache.held(), self.length, self.slots)
             for layer, cache in zip(model.layers, caches)
         ]
+        self.head = Product((model.lm_head or model.embed_tokens).weight)
         self.moe = [MoEStep(layer.moe) for layer in model.layers]
 
     @staticmethod
@@ -63,8 +71,7 @@ class DecodeStep:
             x = add_norm_of(x, attention(x, slot, turn, seen), layer.post_attention_layernorm)
             x = add_norm_of(x, moe(x), layer.post_feedforward_layernorm)
         self.length += 1
-        head = model.embed_tokens if model.lm_head is None else model.lm_head
-        return F.linear(model.norm(x), head.weight)
+        return self.head(model.norm(x))
 
     def _grow(self) -> None:
         if self.mask is not None:

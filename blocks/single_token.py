@@ -68,6 +68,23 @@ class Turn:
         return torch.cat((cos, cos), -1)[:, 0], torch.cat((-sin, sin), -1)[:, 0]
 
 
+class Product:
+    """`x Wᵀ + b`. A row by a matrix is bound by reading the matrix; as a batch of two products, one
+    for each half of it, MKL reads it twice as fast, and with all its threads."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+        even = len(weight) % 2 == 0 and weight.is_contiguous()
+        self.halves = weight.view(2, -1, weight.shape[1]) if even else None
+
+    def __call__(self, x_BC: Tensor) -> Tensor:
+        if self.halves is None or len(x_BC) != 1:
+            return F.linear(x_BC, self.weight, self.bias)
+        twice = torch.cat((x_BC, x_BC)).unsqueeze(2)
+        y = torch.bmm(self.halves, twice).view(1, -1)
+        return y if self.bias is None else y + self.bias
+
+
 class AttentionStep:
     """An `Attention` with keys and values in buffers (B, G, slots, D), filled with `held`."""
 
@@ -76,11 +93,12 @@ class AttentionStep:
         assert part.k_norm is not None
         self.part, self.slots = part, slots
         products = (part.q_proj, part.k_proj, part.v_proj)
-        self.products = [(p.weight, p.bias) for p in products]
+        self.products = [Product(p.weight, p.bias) for p in products]
         size = sum(p.weight.numel() * p.weight.element_size() for p in products)
         if size <= FUSED_BYTES:
             bias = None if part.q_proj.bias is None else torch.cat([p.bias for p in products])
-            self.products = [(torch.cat([p.weight for p in products]), bias)]
+            self.products = [Product(torch.cat([p.weight for p in products]), bias)]
+        self.output = Product(part.o_proj.weight, part.o_proj.bias)
         self.qk_weight = torch.cat((part.q_norm.weight, part.k_norm.weight))
         self.eps = part.q_norm.eps
         self.sizes = part.num_heads * part.head_dim, part.num_kv_heads * part.head_dim
@@ -93,7 +111,7 @@ class AttentionStep:
     ) -> Tensor:
         part, rows = self.part, len(x_BC)
         heads, groups, width = part.num_heads, part.num_kv_heads, part.head_dim
-        found = [F.linear(x_BC, weight, bias) for weight, bias in self.products]
+        found = [product(x_BC) for product in self.products]
         qkv = found[0] if len(found) == 1 else torch.cat(found, 1)
         wide, narrow = self.sizes
         both = qkv[:, : wide + narrow] * self.qk_weight
@@ -106,7 +124,7 @@ class AttentionStep:
         q = (both[:, :heads] * by_q).view(rows, groups, heads // groups, width)
         keys, values = self.keys[:, :, : slot + 1], self.values[:, :, : slot + 1]
         y = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen)
-        return F.linear(y.reshape(rows, wide), part.o_proj.weight, part.o_proj.bias)
+        return self.output(y.reshape(rows, wide))
 
     def grow(self, slots: int) -> None:
         """Make the buffers `slots` long, with what is in them."""
@@ -131,26 +149,22 @@ class MoEStep:
         assert part.gate_up is not None
         assert part.down is not None
         self.part = part
-        self.gate_up, self.down = part.gate_up.unbind(), part.down.mT.unbind()
+        self.router = Product(part.router.weight, part.router.bias)
+        self.gate_up = [Product(weight) for weight in part.gate_up.unbind()]
+        self.down = [Product(weight) for weight in part.down.unbind()]
 
     def __call__(self, x_BC: Tensor) -> Tensor:
         part = self.part
         if len(x_BC) != 1:
             return part(x_BC).y
-        scores = F.linear(x_BC, part.router.weight, part.router.bias).softmax(-1)
-        scores, order = scores.sort(dim=-1, descending=True, stable=True)
+        scores, order = self.router(x_BC).softmax(-1).sort(dim=-1, descending=True, stable=True)
         weights = scores[0, : part.top_k].tolist()
         if part.normalize:
             weights = [weight / sum(weights) for weight in weights]
-        y = None
+        y = torch.zeros_like(x_BC)
         for e, weight in zip(order[0, : part.top_k].tolist(), weights):
-            gate, up = F.linear(x_BC, self.gate_up[e]).chunk(2, -1)
-            inner = F.silu(gate).mul_(up)
-            if y is None:
-                y = torch.mm(inner, self.down[e]).mul_(weight)
-            else:
-                y.addmm_(inner, self.down[e], alpha=weight)
-        assert y is not None
+            gate, up = self.gate_up[e](x_BC).chunk(2, -1)
+            y.add_(self.down[e](F.silu(gate).mul_(up)), alpha=weight)
         return y
 
 

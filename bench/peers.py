@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from brickwork.assemblies import Rish
 from brickwork.blocks import BiMamba, Mamba1, Mamba2
 
 
@@ -111,3 +112,33 @@ def mambapy_scan(x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: T
     decay = torch.exp(delta[..., None] * A)
     states = pscan(decay, (delta * x)[..., None] * B[:, :, None, :])
     return (states @ C[..., None])[..., 0] + D * x
+
+
+def transformers_flex_olmo(ours: Rish) -> nn.Module:
+    """transformers' FlexOlmo with the parameters of one of our Rish models."""
+    config_module = importlib.import_module("transformers.models.flex_olmo")
+    config = ours.config
+    theirs = config_module.FlexOlmoForCausalLM(
+        config_module.FlexOlmoConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_hidden_layers,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            max_position_embeddings=config.max_position_embeddings,
+            rms_norm_eps=config.rms_norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            num_experts=config.num_experts,
+            num_experts_per_tok=config.num_experts_per_tok,
+            pad_token_id=None,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
+    state = {k: v for k, v in ours.original_state_dict().items() if ".experts." not in k}
+    for i, layer in enumerate(ours.layers):
+        name = f"model.layers.{i}.mlp.experts."
+        state |= {f"{name}gate_up_proj": layer.moe.gate_up, f"{name}down_proj": layer.moe.down}
+    theirs.load_state_dict(state)
+    return theirs.eval()

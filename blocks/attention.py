@@ -175,7 +175,8 @@ class Attention(nn.Module):
         q_BTHD, k_BTGD, v_BTGD = self._project(x_BTC)
         rope = self.rope
         if rope is not None and not rope.length_dependent:
-            q_BTHD, k_BTGD = rope(q_BTHD, positions), rope(k_BTGD, positions)
+            norms = (self.q_norm, self.k_norm) if self.qk_norm == "head" else ()
+            q_BTHD, k_BTGD = rope.qk(q_BTHD, k_BTGD, positions, *norms)
         if cache is None:
             entries = CacheEntries(k_BTGD, v_BTGD, masks.padding, positions, 0)
         else:
@@ -198,8 +199,9 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None and self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (rearrange(a, "b t (h d) -> b t h d", d=self.head_dim) for a in (q, k, v))
+        later = self.rope is not None and not self.rope.length_dependent  # with the rotation
         if self.q_norm is not None and self.k_norm is not None and self.qk_norm == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = (q, k) if later else (self.q_norm(q), self.k_norm(k))
         return q, k, v
 
     def _check(

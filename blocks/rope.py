@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from brickwork.blocks.norm import RMSNorm
 from brickwork.blocks.rope_scaling import check_scaling, is_positive, scaled_inv_freq
 from brickwork.kernels.checks import check_integer, check_one_of, check_shapes, values_readable
 from brickwork.kernels.rope import (
@@ -17,6 +18,16 @@ from brickwork.kernels.rope import (
     check_rotary_dim,
     rope,
 )
+from brickwork.kernels.rope_qk import RotatedQK, rope_qk
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
 
 
 class _Last:
@@ -122,13 +133,7 @@ class RoPE(nn.Module):
         )
 
     def forward(self, x_BTHD: Tensor, positions: Tensor, lengths: Tensor | None = None) -> Tensor:
-        size = check_shapes(x=(x_BTHD, "B T H D"))
-        if size["D"] != self.head_dim:
-            raise ValueError(
-                f"x must have heads of width head_dim = {self.head_dim}, got {tuple(x_BTHD.shape)}"
-            )
-        check_positions(positions, size["B"], size["T"])
-        self._check_limit(positions)
+        size = self._check(x_BTHD, positions)
         if lengths is not None:
             check_lengths(lengths, size["B"], size["T"])
         elif self.length_dependent and size["T"]:
@@ -141,6 +146,52 @@ class RoPE(nn.Module):
             rotary_dim=self.rotary_dim,
             scale=self.scale,
         )
+
+    def qk(
+        self,
+        q_BTHD: Tensor,
+        k_BTGD: Tensor,
+        positions: Tensor,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
+    ) -> RotatedQK:
+        """Queries and keys, after their norms: `self(q_norm(q), positions)`, and the same of k.
+
+        In one op, where that is what the modules would compute: `RMSNorm`s of a head and this very
+        class, without hooks, frequencies that do not depend on the length.
+        """
+        norms = [norm for norm in (q_norm, k_norm) if norm is not None]
+        known = [norm for norm in norms if type(norm) is RMSNorm and norm.dim == self.head_dim]
+        alike = len(known) == len(norms) and len({(norm.eps, norm.cast) for norm in known}) <= 1
+        plain = type(self) is RoPE and not any(map(_has_hooks, (self, *norms)))
+        if not (plain and alike and len(norms) != 1) or self.length_dependent:
+            q = q_BTHD if q_norm is None else q_norm(q_BTHD)
+            k = k_BTGD if k_norm is None else k_norm(k_BTGD)
+            return RotatedQK(self(q, positions), self(k, positions))
+        self._check(q_BTHD, positions)
+        return rope_qk(
+            q_BTHD,
+            k_BTGD,
+            positions,
+            inv_freq=self._inv_freq(q_BTHD, None),
+            layout=self.layout,
+            rotary_dim=self.rotary_dim,
+            scale=self.scale,
+            q_weight=known[0].weight if known else None,
+            k_weight=known[1].weight if known else None,
+            eps=known[0].eps if known else 0.0,
+            cast=known[0].cast if known else "once",
+        )
+
+    def _check(self, x_BTHD: Tensor, positions: Tensor) -> dict[str, int]:
+        size = check_shapes(x=(x_BTHD, "B T H D"))
+        if size["D"] != self.head_dim:
+            raise ValueError(
+                f"x must have heads of width head_dim = {self.head_dim}, got {tuple(x_BTHD.shape)}"
+            )
+        check_positions(positions, size["B"], size["T"])
+        self._check_limit(positions)
+        return size
 
     def _inv_freq(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         """`inv_freq`, kept for the next call on the same device where that changes nothing."""

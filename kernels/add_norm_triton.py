@@ -90,8 +90,8 @@ def _forward(
     wide = 4 in (x.element_size(), s.element_size())
     shape = forward_shape(N, narrow=not (wide or centred))
     sums = s if sum_dtype is not None else None
-    pointers = x_MN, r_MN, weight.contiguous(), None if bias is None else bias.contiguous()
-    pointers = (*pointers, y, sums, rstd, mean)
+    parameters = weight.contiguous(), None if bias is None else bias.contiguous()
+    pointers = (x_MN, r_MN, *parameters, y, sums, rstd, mean)
     flags = {"CENTRED": centred, "CAST_FIRST": cast_first}
     M = x_MN.shape[0]
     if shape.whole:
@@ -124,8 +124,8 @@ def _backward(
     N = dy.shape[-1]
     dx, dr = _empty_dx(dy, residual_dtype)
     if dy.numel() == 0:
-        db = torch.zeros(0 if bias is None else N, dtype=weight.dtype, device=dy.device)
-        return dx, dr, torch.zeros_like(weight), db if bias is None else torch.zeros_like(bias)
+        none = weight.new_empty(0)
+        return dx, dr, torch.zeros_like(weight), none if bias is None else torch.zeros_like(bias)
     dy_MN, ds_MN, s_MN = _rows(dy, N), _rows(ds, N), _rows(s, N)
     assert dy_MN is not None
     unit, strides = _strides(dy_MN, ds_MN, s_MN)
@@ -134,7 +134,7 @@ def _backward(
     resident = 16 // shape.warps * multiprocessors(dy)  # all that registers have room for
     programs = min(cdiv(M, shape.rows), resident)
     dw = torch.empty(programs, N, dtype=torch.float32, device=dy.device)
-    db = None if bias is None else torch.empty(programs, N, dtype=torch.float32, device=dy.device)
+    db = None if bias is None else torch.empty_like(dw)
     kernel = norm_backward if shape.whole else norm_backward_tiled
     kernel[(programs,)](
         dy_MN, ds_MN, s_MN, weight.contiguous(), rstd, mean,

@@ -8,6 +8,7 @@ in memory that stays in the cache, and there rows are read twice too. The shares
 fixed order. N is a constant of the compiled kernels, M is not.
 """
 
+# mypy: ignore-errors
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -20,8 +20,9 @@ from brickwork.kernels.triton_support import why_not as why_not
 
 def rms_norm_triton(x: Tensor, weight: Tensor, *, eps: float, cast: str) -> Tensor:
     """`rms_norm` for checked arguments."""
-    options = {"kind": "rms", "eps": eps, "cast": cast, "residual_dtype": None}
-    return add_norm_triton(x, None, weight, None, **options)[0]
+    return add_norm_triton(
+        x, None, weight, None, kind="rms", eps=eps, cast=cast, residual_dtype=None
+    )[0]
 
 
 def configurations() -> Iterator[Configuration]:

@@ -12,8 +12,15 @@ from torch import Tensor
 
 from brickwork.kernels.backend import choose
 from brickwork.kernels.checks import check_floating, check_one_of, check_shapes
-from brickwork.kernels.rms_norm import Cast, check_eps, rms_norm_reference
-from brickwork.kernels.rope import Layout, check_rope, cos_sin, rope_reference, why_not_triton
+from brickwork.kernels.rms_norm import Cast, check_eps, rms_norm, rms_norm_reference
+from brickwork.kernels.rope import (
+    Layout,
+    check_rope,
+    cos_sin,
+    rope,
+    rope_reference,
+    why_not_triton,
+)
 
 
 class RotatedQK(NamedTuple):
@@ -97,19 +104,22 @@ def rope_qk(
                 cast=cast,
             )
         )
-    return rope_qk_reference(
-        q_BTHD,
-        k_BTGD,
-        positions_BT,
-        inv_freq=inv_freq,
-        layout=layout,
-        rotary_dim=rotary_dim,
-        scale=scale,
-        q_weight=q_weight,
-        k_weight=k_weight,
-        eps=eps,
-        cast=cast,
-    )
+    turned = []
+    for x, weight in ((q_BTHD, q_weight), (k_BTGD, k_weight)):
+        if weight is not None:
+            x = rms_norm(x, weight, eps=eps, cast=cast, backend=backend)
+        turned.append(
+            rope(
+                x,
+                positions_BT,
+                inv_freq=inv_freq,
+                layout=layout,
+                rotary_dim=rotary_dim,
+                scale=scale,
+                backend=backend,
+            )
+        )
+    return RotatedQK(*turned)
 
 
 def rope_qk_reference(

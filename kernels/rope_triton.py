@@ -184,15 +184,16 @@ def _backward(
 def _fake_forward(
     q: Tensor, k: Tensor | None, cos: Any = None, sin: Any = None, weight: Any = None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    like = {"device": q.device, "dtype": torch.float32}
-    normed = weight is not None
+    device, normed = q.device, weight is not None
+    k_shape, k_dtype = ((0,), q.dtype) if k is None else (k.shape, k.dtype)
     return (
-        torch.empty(q.shape, dtype=q.dtype, device=q.device),
-        torch.empty((0,) if k is None else k.shape, dtype=(q if k is None else k).dtype,
-                    device=q.device),
-        torch.empty(q.shape[:3] if normed else (0,), **like),
-        torch.empty(k.shape[:3] if normed and k is not None else (0,), **like),
-    )  # fmt: skip
+        torch.empty(q.shape, dtype=q.dtype, device=device),
+        torch.empty(k_shape, dtype=k_dtype, device=device),
+        torch.empty(q.shape[:3] if normed else (0,), dtype=torch.float32, device=device),
+        torch.empty(
+            k.shape[:3] if normed and k is not None else (0,), dtype=torch.float32, device=device
+        ),
+    )
 
 
 def _fake_backward(
@@ -268,17 +269,13 @@ def _describe(
     dq_strides = dict.fromkeys(("dq_b", "dq_t", "dq_h", "dk_b", "dk_t", "dk_h"), "i32")
     tables = {"COS": single, "SIN": single, "QR": single, "KR": single}
     weights = {"QW": x, "KW": x} if normed else {}
-    if not G:
-        missing = ("K", "KO", "KW")
-    else:
-        missing = () if normed else ("KW",)
+    absent = dict.fromkeys((*(() if G else ("K", "KO")), *(() if normed else ("QW", "KW"))))
     names = TYPE_NAMES[dtype]
     name = f"{H}+{G} heads {2 * F}+{tail} {names} {layout}" + " with norm" * normed
     sizes = {"H": H, "G": G, "F": F, "TAIL": tail, "UNIT": 8}
     tiles = {"HEADS_Q": shape.heads_q, "HEADS_K": shape.heads_k, "BLOCK": shape.block}
     constants = {**sizes, **tiles, "BLOCK_TAIL": shape.block_tail, "CAST_FIRST": False}
     constants["INTERLEAVED"] = layout == "interleaved"
-    absent = dict.fromkeys(missing if normed else (*missing, "QW"))
     pointers = {n: x for n in ("Q", "K", "QO", "KO") if n not in absent} | tables | weights
     # Threads have less than 128 bits each of a few narrow heads, and of tables, weights and rstd.
     full = not tail and min(shape.heads_q, shape.heads_k) * shape.block == 256 * shape.warps

@@ -5,6 +5,7 @@ of cosines and sines. A head has F pairs of channels (u, v) and TAIL channels th
 with weights it is normalised first. H and G heads, F and TAIL are constants of compiled kernels.
 """
 
+# mypy: ignore-errors
 from __future__ import annotations
 
 import triton

@@ -6,6 +6,7 @@ bytes the forward pass reads 2·S·b bytes and writes S·b, the backward pass re
 2·S·b.
 """
 
+# mypy: allow-untyped-defs
 from __future__ import annotations
 
 from collections.abc import Iterator

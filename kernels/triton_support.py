@@ -132,8 +132,9 @@ def launch_options(warps: int, *, stages: int = 1, registers: int | None = None)
     """Options of a launch with as many threads as `warps` of 32 (AMD's have 64), of at most
     `registers` each (on NVIDIA; its compiler would rather spill a few than have fewer programs)."""
     options = {"num_warps": launch_warps(warps), "num_stages": stages}
-    limited = registers is not None and torch.version.hip is None
-    return {**options, "maxnreg": registers} if limited else options
+    if registers is None or torch.version.hip is not None:
+        return options
+    return {**options, "maxnreg": registers}
 
 
 class Configuration(NamedTuple):

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import assert_close, gradcheck
 
+from brickwork.blocks.norm import RMSNorm
 from brickwork.blocks.rope import RoPE
 from brickwork.kernels.rope import rope
 
@@ -355,3 +356,54 @@ def test_the_callers_dict_is_left_alone():
     assert repr(RoPE(8, rotary_dim=4, max_positions=5)) == (
         "RoPE(8, base=10000.0, layout='half', rotary_dim=4, max_positions=5)"
     )
+
+
+def norm_pair(dim, **options):
+    norms = RMSNorm(dim, **options), RMSNorm(dim, **options)
+    for norm in norms:
+        torch.nn.init.normal_(norm.weight)
+    return norms
+
+
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "dynamic", "factor": 2.0}])
+def test_queries_and_keys_together_are_each_alone(scaling):
+    """A5: the norm comes before the rotation."""
+    if scaling is not None:
+        scaling["original_max_position_embeddings"] = 8
+    turn = RoPE(8, scaling=scaling)
+    q, k, positions = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 1, 8), torch.randint(0, 99, (2, 3))
+    for norms in ((), norm_pair(8), norm_pair(8, eps=0.1, cast="before_weight")):
+        found = turn.qk(q, k, positions, *norms)
+        for result, x, norm in zip(found, (q, k), norms or (None, None)):
+            assert torch.equal(result, turn(x if norm is None else norm(x), positions))
+
+
+def test_modules_that_are_not_plain_are_called():
+    """A hook, a subclass and norms that differ stay what they are."""
+    q, k, positions = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 1, 8), torch.arange(2)
+    first, second = RMSNorm(8), RMSNorm(8, eps=0.5)
+    turn = RoPE(8)
+    for norms in ((first, second), (torch.nn.Identity(), torch.nn.Identity()), (first, first)):
+        found = turn.qk(q, k, positions, *norms)
+        assert torch.equal(found.q, turn(norms[0](q), positions))
+        assert torch.equal(found.k, turn(norms[1](k), positions))
+    calls = []
+    for module in (first, turn):
+        handle = module.register_forward_hook(lambda *_: calls.append(1))
+        turn.qk(q, k, positions, first, first)
+        handle.remove()
+    assert len(calls) == 4
+
+    class Doubled(RoPE):
+        def forward(self, x_BTHD, positions, lengths=None):
+            return 2 * super().forward(x_BTHD, positions, lengths)
+
+    assert torch.equal(Doubled(8).qk(q, k, positions).q, 2 * turn(q, positions))
+
+
+def test_queries_and_keys_of_the_wrong_width():
+    turn, positions = RoPE(8), torch.arange(2)
+    with pytest.raises(ValueError, match="x must have heads of width head_dim = 8"):
+        turn.qk(torch.randn(1, 2, 4, 6), torch.randn(1, 2, 1, 6), positions)
+    with pytest.raises(ValueError, match=r"k must have shape \(B, T, G, D\) with D = 8 as in q"):
+        turn.qk(torch.randn(1, 2, 4, 8), torch.randn(1, 2, 1, 6), positions)

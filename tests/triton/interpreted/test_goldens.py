@@ -1,53 +1,29 @@
-"""The models on Triton kernels, interpreted, reproduce what the originals computed."""
+"""The assemblies reproduce what the originals computed with every op's kernels, too: the tests of
+`tests/assemblies/test_goldens.py` under `prefer("triton")`."""
 
 from __future__ import annotations
 
-import pytest
-from support import assert_golden, assert_golden_gradients, golden_model, golden_names
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
 
-from brickwork.assemblies import LCPLM, LCPLMConfig, Rish, RishConfig
-from brickwork.kernels import causal_conv1d_triton, experts_triton, selective_scan_triton
+import pytest
+
 from brickwork.kernels.backend import prefer
 
+_path = Path(__file__).parents[2] / "assemblies" / "test_goldens.py"
+_spec = importlib.util.spec_from_file_location("goldens_for_triton", _path)
+assert _spec
+assert _spec.loader
+_goldens = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_goldens)
 
-@pytest.mark.parametrize("name", golden_names("rish"))
-def test_rish(name, monkeypatch):
-    ran = []
-    forward = experts_triton.experts_forward
-    monkeypatch.setattr(
-        experts_triton, "experts_forward", lambda *t: (ran.append(t[0].shape), forward(*t))[1]
-    )
-    model, golden = golden_model(Rish, RishConfig, name, balance="pooled")
-    given = {key: golden[key] for key in ("input_ids", "attention_mask", "labels")}
+test_mini_llada = _goldens.test_mini_llada
+test_rish = _goldens.test_rish
+test_lc_plm = _goldens.test_lc_plm
+
+
+@pytest.fixture
+def backend() -> Iterator[None]:
     with prefer("triton"):
-        out = model(**given, output_hidden_states=True)
-        out.loss.backward()
-    assert ran
-    for i, state in enumerate(out.hidden_states):
-        assert_golden(state, golden[f"hidden_states.{i}"], "hidden", str(i))
-    for i, logits in enumerate(out.router_logits):
-        assert_golden(logits.flatten(0, 1), golden[f"router_logits.{i}"], "router_logits", str(i))
-    assert_golden(out.logits, golden["logits"], "logits")
-    assert_golden(out.loss, golden["loss"], "loss")
-    assert_golden_gradients(model, golden)
-
-
-@pytest.mark.parametrize("name", [n for n in golden_names("lc_plm") if "mamba1" in n])
-def test_lc_plm(name, monkeypatch):
-    ran = []
-    for module in (causal_conv1d_triton, selective_scan_triton):
-        forward = module._forward_op
-        monkeypatch.setattr(
-            module,
-            "_forward_op",
-            lambda *t, op=module.__name__, run=forward: (ran.append(op), run(*t))[1],
-        )
-    model, golden = golden_model(LCPLM, LCPLMConfig, name)
-    with prefer("triton"):
-        out = model(golden["input_ids"], labels=golden["labels"])
-        out.loss.backward()
-    assert ran.count(causal_conv1d_triton.__name__) == ran.count(selective_scan_triton.__name__) > 0
-    assert_golden(out.last_hidden_state, golden["last_hidden_state"], "hidden")
-    assert_golden(out.logits, golden["logits"], "logits")
-    assert_golden(out.loss, golden["loss"], "loss")
-    assert_golden_gradients(model, golden)
+        yield

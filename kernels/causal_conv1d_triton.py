@@ -233,7 +233,7 @@ def configurations() -> Iterator[Configuration]:
     cases = [
         (dtype, channels, width, {"BIAS"}, False)
         for dtype in (torch.float32, torch.bfloat16)
-        for channels, width in ((96, 4), (256, 4), (4096, 2), (4096, 4), (96, 8), (4096, 8))
+        for channels, width in ((96, 4), (256, 4), (4096, 2), (4096, 4), (64, 8), (4096, 8))
     ]
     cases += [
         (torch.float16, 4096, 4, {"BIAS"}, True),
@@ -258,6 +258,7 @@ def configurations() -> Iterator[Configuration]:
                 *_arguments(kernel, dtype, given, width, reverse, block),
                 num_warps=warps,
                 launch_warps=True,
+                wide_loads=given != every and block * dtype.itemsize >= 512 * max(warps, 2),
             )
 
 

@@ -59,10 +59,10 @@ def ssd_scan_triton(
 
     A chunk has at most 256 tokens. x, z, B and C are copied only if their last stride is not 1.
 
-    Bytes of the forward pass, what is read several times counted once: x, delta, A, B, C, D, z read,
-    y and the final state written, and between the kernels, written and read, for every chunk and
-    head 4 P N + 4 (its state), for every token and head 12 (step size and decays), and for every
-    token and group 4 Q, or with several tiles to a chunk about 2 Q (C Bᵀ).
+    Bytes of the forward pass, what is read several times counted once: x, delta, A, B, C, D, z are
+    read, y and the final state written; between the kernels are written and read, for every chunk
+    and head 4 P N + 4 (its state), for every token and head 12 (step size and decays), and for
+    every token and group 4 Q, or with several tiles to a chunk about 2 Q (C Bᵀ).
     """
     chunk = min(chunk_size or default_chunk(B.shape[3]), LARGEST_CHUNK)
     tensors = (x, delta, A, B, C, D, z, delta_bias, initial_state, mask, starts)
@@ -131,7 +131,7 @@ def _backward(
             grad.zero_()
         if initial_state is not None and dfinal is not None:
             dinitial.copy_(dfinal)
-        return grads
+        return dx, ddelta, dA, dB, dC, dD, dz, dbias, dinitial
     scan = Scan(*tensors, softplus, reverse, chunk)
     dy = torch.zeros_like(scan.x) if dy is None else dense_rows(dy)
     dfinal = None if dfinal is None else dfinal.float().contiguous()
@@ -150,21 +150,16 @@ def _backward(
     dA.copy_(wide_A)
     if delta_bias is not None:
         dbias.copy_(wide_bias)
-    if D is not None:
+    if D is not None and shares is not None:
         dD.copy_(shares.sum(0) if D.dim() == 2 else shares.sum((0, 2)))
     if initial_state is not None:
         dinitial.copy_(dstate)
     return dx, ddelta, dA, dB, dC, dD, dz, dbias, dinitial
 
 
-def _empty_gradients(*tensors: Tensor | None) -> tuple[Tensor, ...]:
-    x = tensors[0]
-    return tuple(
-        torch.empty(
-            (0,) if t is None else t.shape, dtype=(x if t is None else t).dtype, device=x.device
-        )
-        for t in tensors
-    )
+def _empty_gradients(x: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
+    given = [(t, t.shape) if t is not None else (x, (0,)) for t in (x, *others)]
+    return tuple(torch.empty(shape, dtype=t.dtype, device=x.device) for t, shape in given)
 
 
 def _fake_forward(x: Tensor, delta: Tensor, A: Tensor, B: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -259,7 +254,19 @@ _WIDE = (
 _TYPES = dict.fromkeys(_WIDE, "*fp32")
 _TYPES |= {"mask": "*u8", "starts": "*u8", "past": "*i32", "opens": "*i32"}
 _OF_X = ("x", "B", "C", "z", "dy", "y", "dz", "dx", "values", "vectors", "own", "other", "out")
-_SIZES = ("T", "H", "K", "G", "P", "N", "size", "chunk", "chunks", "splits")
+_SIZES: tuple[str, ...] = (
+    "T",
+    "H",
+    "K",
+    "G",
+    "P",
+    "N",
+    "size",
+    "chunk",
+    "chunks",
+    "origin",
+    "splits",
+)
 _SIZES += ("parts_p", "parts_n", "parts_inner")
 
 

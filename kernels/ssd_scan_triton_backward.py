@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The Triton kernels of `ssd_scan` that only the backward pass past.
 
 Names as in `ssd_scan_triton_forward`. `dy` here is the gradient of the result before the gate, and
@@ -18,6 +19,7 @@ import triton
 import triton.language as tl
 
 from brickwork.kernels.ssd_scan_triton_forward import (
+    across,
     decays,
     past_of,
     product,
@@ -34,7 +36,7 @@ def shifted(pointers, rows, end, values):
     tl.store(pointers, tl.zeros_like(values), rows == 0)
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "chunk"])
+@triton.jit(do_not_specialize=["T", "chunks", "chunk", "origin"])
 def ssd_input_gradients(
     dy,
     x,
@@ -58,6 +60,7 @@ def ssd_input_gradients(
     K,
     chunks,
     chunk,
+    origin,
     dy_b,
     dy_t,
     dy_h,
@@ -86,8 +89,8 @@ def ssd_input_gradients(
     h, index = index % H, index // H
     tile, index = (index % (Q // ROWS)).to(tl.int32), index // (Q // ROWS)
     b, c = index // chunks, index % chunks
-    first = c * chunk
-    length = tl.minimum(T - first, chunk).to(tl.int32)
+    length = tl.minimum(T - c * chunk, chunk).to(tl.int32)
+    first = c * chunk - origin
     rows, columns = tile * ROWS + tl.arange(0, ROWS), tl.program_id(1) * BP + tl.arange(0, BP)
     real = past_of(past, index, rows, length, Q, PACKED) > 0
     last = -1
@@ -108,8 +111,8 @@ def ssd_input_gradients(
     for n in range(0, N, BN):
         at = n + tl.arange(0, BN)
         vector = take(from_B, rows, B_t, at, real, N)
-        carry = take(from_carry, columns, N, at, columns < P, N)
-        outward = product(vector, tl.trans(carry), outward, PRECISION)
+        carry = across(from_carry, columns, N, at, columns < P, N)
+        outward = product(vector, carry, outward, PRECISION)
     weight = tl.where(rows >= last, tl.exp2((end_high - sums) + (end_low - lost)), 0.0)
     outward *= weight[:, None]
     within = tl.zeros([ROWS, BP], tl.float32)
@@ -140,7 +143,7 @@ def ssd_input_gradients(
     put(to_dx, rows, dx_t, columns, rows < length, P, tl.where(real[:, None], push, 0.0))
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "chunk"])
+@triton.jit(do_not_specialize=["T", "chunks", "chunk", "origin"])
 def ssd_pair_gradients(
     dy,
     x,
@@ -158,6 +161,7 @@ def ssd_pair_gradients(
     K,
     chunks,
     chunk,
+    origin,
     splits,
     dy_b,
     dy_t,
@@ -184,8 +188,8 @@ def ssd_pair_gradients(
     per_split = tl.num_programs(0) // (splits * G)
     split, index = index // per_split, index % per_split
     b, c = index // chunks, index % chunks
-    first = c * chunk
-    length = tl.minimum(T - first, chunk).to(tl.int32)
+    length = tl.minimum(T - c * chunk, chunk).to(tl.int32)
+    first = c * chunk - origin
     rows_i, rows_j = tile_i * ROWS + tl.arange(0, ROWS), tile_j * ROWS + tl.arange(0, ROWS)
     reach = past_of(past, index, rows_i, length, Q, PACKED)
     real_i = reach > 0
@@ -203,8 +207,8 @@ def ssd_pair_gradients(
         for p in range(0, P, BP):
             columns = p + tl.arange(0, BP)
             upstream = take(from_dy, rows_i, dy_t, columns, real_i, P)
-            value = take(from_x, rows_j, x_t, columns, real_j, P)
-            dots = product(upstream, tl.trans(value), dots, PRECISION)
+            value = across(from_x, rows_j, x_t, columns, real_j, P)
+            dots = product(upstream, value, dots, PRECISION)
         exponent = tl.load(high + row + rows_i)[:, None] - tl.load(high + row + rows_j)[None, :]
         exponent += tl.load(low + row + rows_i)[:, None] - tl.load(low + row + rows_j)[None, :]
         dots *= decays(exponent, rows_i[:, None], rows_j[None, :], reach[:, None])
@@ -221,7 +225,7 @@ def ssd_pair_gradients(
     tl.store(dpairs + here + at_pairs, total)
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "chunk"])
+@triton.jit(do_not_specialize=["T", "chunks", "chunk", "origin"])
 def ssd_vector_gradients(
     values,
     own,
@@ -242,6 +246,7 @@ def ssd_vector_gradients(
     K,
     chunks,
     chunk,
+    origin,
     splits,
     values_b,
     values_t,
@@ -273,8 +278,8 @@ def ssd_vector_gradients(
     per_split = tl.num_programs(0) // (splits * G)
     split, index = index // per_split, index % per_split
     b, c = index // chunks, index % chunks
-    first = c * chunk
-    length = tl.minimum(T - first, chunk).to(tl.int32)
+    length = tl.minimum(T - c * chunk, chunk).to(tl.int32)
+    first = c * chunk - origin
     tile = tl.program_id(1)
     rows = tile * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(2) * BN + tl.arange(0, BN)
@@ -301,7 +306,7 @@ def ssd_vector_gradients(
         if OF_C:
             weight = tl.load(from_pairs + rows[:, None] * Q + others[None, :])
         else:
-            weight = tl.trans(tl.load(from_pairs + others[:, None] * Q + rows[None, :]))
+            weight = tl.load(from_pairs + others[None, :] * Q + rows[:, None])
         total = product(
             weight, take(from_other, others, other_t, columns, real_j, N), total, PRECISION
         )
@@ -333,7 +338,7 @@ def ssd_vector_gradients(
     put(to_out, rows, out_t, columns, rows < length, N, tl.where(real[:, None], total, 0.0))
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "chunk"])
+@triton.jit(do_not_specialize=["T", "chunks", "chunk", "origin"])
 def ssd_step_gradients(
     delta,
     A,
@@ -354,6 +359,7 @@ def ssd_step_gradients(
     H,
     chunks,
     chunk,
+    origin,
     parts_p,
     parts_n,
     parts_inner,
@@ -376,8 +382,8 @@ def ssd_step_gradients(
     rows = tl.arange(0, Q)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     known = heads < H
-    first = c * chunk
-    length = tl.minimum(T - first, chunk).to(tl.int32)
+    length = tl.minimum(T - c * chunk, chunk).to(tl.int32)
+    first = c * chunk - origin
     real = past_of(past, index, rows, length, Q, PACKED) > 0
     at_chunk = (b * H + heads) * chunks + c
     known_2d = known[None, :] & real[:, None]

@@ -1,7 +1,9 @@
+# mypy: ignore-errors
 """The Triton kernels of `ssd_scan` that both passes run: decays, C Bᵀ, states and results.
 
 B batch, T tokens, H heads of P channels, K of them per group G of B and C, N state. Tokens come in
-scan order: a reversed scan hands over pointers to the last token and negative strides. A chunk has
+scan order: a reversed scan has negative strides from token to token and `origin` T - 1, the token
+that comes first; otherwise this is 0. A chunk has
 `chunk` tokens in a tile of Q; what a kernel leaves for another has Q entries per chunk:
 
 - `steps`, `high`, `low` (B, H, chunks, Q): the step sizes, 0 at padding and beyond the end, and the
@@ -44,6 +46,13 @@ def take(pointer, rows, row_stride, columns, real, limit):
     """The tile of `rows` and `columns`, 0 where a row is not real or a column beyond `limit`."""
     mask = real[:, None] & (columns < limit)[None, :]
     return tl.load(pointer + rows[:, None] * row_stride + columns[None, :], mask, other=0.0)
+
+
+@triton.jit
+def across(pointer, rows, row_stride, columns, real, limit):
+    """The same tile transposed."""
+    mask = real[None, :] & (columns < limit)[:, None]
+    return tl.load(pointer + rows[None, :] * row_stride + columns[:, None], mask, other=0.0)
 
 
 @triton.jit
@@ -100,7 +109,7 @@ def add_exactly(high, low, other_high, other_low):
     return total, low + other_low + lost
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "chunk"])
+@triton.jit(do_not_specialize=["T", "chunks", "chunk", "origin"])
 def ssd_decays(
     delta,
     A,
@@ -117,6 +126,7 @@ def ssd_decays(
     H,
     chunks,
     chunk,
+    origin,
     delta_b,
     delta_t,
     delta_h,
@@ -133,8 +143,8 @@ def ssd_decays(
     b, c = index // chunks, index % chunks
     rows = tl.arange(0, Q)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    first = c * chunk
-    length = tl.minimum(T - first, chunk).to(tl.int32)
+    length = tl.minimum(T - c * chunk, chunk).to(tl.int32)
+    first = c * chunk - origin
     real = rows < length
     if mask is not None:
         at = mask + b * mask_b + first * mask_t + rows * mask_t
@@ -170,7 +180,7 @@ def ssd_decays(
     tl.store(through + (b * H + heads) * chunks + c, tl.where(last < 0, tl.exp2(total), 0.0), known)
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "chunk"])
+@triton.jit(do_not_specialize=["T", "chunks", "chunk", "origin"])
 def ssd_pairs(
     B,
     C,
@@ -181,6 +191,7 @@ def ssd_pairs(
     N,
     chunks,
     chunk,
+    origin,
     B_b,
     B_t,
     B_g,
@@ -200,8 +211,8 @@ def ssd_pairs(
     index = tl.program_id(0).to(tl.int64)
     g, at = index % G, index // G
     b, c = at // chunks, at % chunks
-    first = c * chunk
-    length = tl.minimum(T - first, chunk).to(tl.int32)
+    length = tl.minimum(T - c * chunk, chunk).to(tl.int32)
+    first = c * chunk - origin
     rows_i, rows_j = i + tl.arange(0, ROWS), j + tl.arange(0, ROWS)
     real_i = past_of(past, at, rows_i, length, Q, PACKED) > 0
     real_j = past_of(past, at, rows_j, length, Q, PACKED) > 0
@@ -211,12 +222,12 @@ def ssd_pairs(
     for n in range(0, N, BN):
         columns = n + tl.arange(0, BN)
         left = take(from_C, rows_i, C_t, columns, real_i, N)
-        right = take(from_B, rows_j, B_t, columns, real_j, N)
-        total = product(left, tl.trans(right), total, PRECISION)
+        right = across(from_B, rows_j, B_t, columns, real_j, N)
+        total = product(left, right, total, PRECISION)
     tl.store(pairs + index * Q * Q + rows_i[:, None] * Q + rows_j[None, :], total)
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "chunk"])
+@triton.jit(do_not_specialize=["T", "chunks", "chunk", "origin"])
 def ssd_states(
     values,
     vectors,
@@ -238,6 +249,7 @@ def ssd_states(
     K,
     chunks,
     chunk,
+    origin,
     values_b,
     values_t,
     values_h,
@@ -287,8 +299,8 @@ def ssd_states(
                 tiles = tl.num_programs(1) * tl.num_programs(2)
                 at = (index * chunks + c) * tiles + tile
                 tl.store(inner + at, tl.sum(tl.sum(state * other, 1), 0))
-        first = c * chunk
-        length = tl.minimum(T - first, chunk).to(tl.int32)
+        length = tl.minimum(T - c * chunk, chunk).to(tl.int32)
+        first = c * chunk - origin
         from_values = values + b * values_b + first * values_t + h * values_h
         from_vectors = vectors + b * vectors_b + first * vectors_t + (h // K) * vectors_g
         row = (index * chunks + c) * Q
@@ -307,9 +319,9 @@ def ssd_states(
             else:
                 left = tl.exp2((end_high - sums) + (end_low - lost))
                 weight = tl.where(rows >= last, left, 0.0) * tl.load(steps + row + rows)
-            value = take(from_values, rows, values_t, columns_p, real, P)
+            value = across(from_values, rows, values_t, columns_p, real, P)
             vector = take(from_vectors, rows, vectors_t, columns_n, real, N).to(tl.float32)
-            added = product(tl.trans(value), vector * weight[:, None], added, PRECISION)
+            added = product(value, vector * weight[:, None], added, PRECISION)
         if CARRY:
             state = state * tl.load(through + index * chunks + c) + added
         else:
@@ -355,7 +367,7 @@ def ssd_carry(
     tl.store(final + index * size + at_state, state, in_state)
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "chunk"])
+@triton.jit(do_not_specialize=["T", "chunks", "chunk", "origin"])
 def ssd_outputs(
     x,
     C,
@@ -377,6 +389,7 @@ def ssd_outputs(
     K,
     chunks,
     chunk,
+    origin,
     x_b,
     x_t,
     x_h,
@@ -407,8 +420,8 @@ def ssd_outputs(
     h, index = index % H, index // H
     i, index = (index % (Q // ROWS)).to(tl.int32) * ROWS, index // (Q // ROWS)
     b, c = index // chunks, index % chunks
-    first = c * chunk
-    length = tl.minimum(T - first, chunk).to(tl.int32)
+    length = tl.minimum(T - c * chunk, chunk).to(tl.int32)
+    first = c * chunk - origin
     rows, columns = i + tl.arange(0, ROWS), tl.program_id(1) * BP + tl.arange(0, BP)
     reach = past_of(past, index, rows, length, Q, PACKED)
     real = reach > 0
@@ -423,8 +436,8 @@ def ssd_outputs(
     for n in range(0, N, BN):
         at = n + tl.arange(0, BN)
         vector = take(from_C, rows, C_t, at, real, N)
-        state = take(from_state, columns, N, at, columns < P, N)
-        total = product(vector, tl.trans(state), total, PRECISION)
+        state = across(from_state, columns, N, at, columns < P, N)
+        total = product(vector, state, total, PRECISION)
     total *= decays(sums + lost, rows, -1, reach)[:, None]
     for j in range(0, i + ROWS, ROWS):
         before = j + tl.arange(0, ROWS)

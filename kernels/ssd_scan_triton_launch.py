@@ -121,6 +121,7 @@ class Scan:
             "size": self.P * self.N,
             "chunks": self.chunks,
             "chunk": chunk,
+            "origin": self.T - 1 if reverse else 0,
             "SOFTPLUS": softplus,
             "PACKED": mask is not None or starts is not None,
             "A": A.contiguous(),
@@ -148,12 +149,12 @@ class Scan:
         self.launch(ssd_pairs, (B * chunks * self.G, self.parts_q, self.parts_q))
 
     def named(self, **tensors: Tensor | None) -> dict[str, Any]:
-        """Tensors (B, T, ...) from the token that is first in scan order, with their strides."""
+        """Tensors (B, T, ...) with their strides in scan order."""
         named: dict[str, Any] = {}
         for name, tensor in tensors.items():
             strides = [0, 0, 0] if tensor is None else [*tensor.stride(), 0]
-            if tensor is not None and self.reverse:
-                tensor, strides[1] = tensor[:, -1:], -strides[1]
+            if self.reverse:
+                strides[1] = -strides[1]
             named[name] = tensor
             named |= {f"{name}_{axis}": strides[i] for i, axis in enumerate("bth")}
             named[f"{name}_g"] = strides[2]
@@ -171,7 +172,7 @@ class Scan:
 
     def states(
         self, values: Tensor, vectors: Tensor, initial: Tensor | None, entered: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """`states`, `final` and `inner` of `ssd_states`; backward if `entered` is given."""
         B, H, chunks = self.batch, self.H, self.chunks
         parts, blocks = self.parts_p * self.parts_n, cdiv(self.P * self.N, _CARRY_BLOCK)
@@ -234,17 +235,16 @@ class Scan:
         entering = self.space(B, self.H, chunks, self.parts_n, self.Q)
         given = self.named(values=values, own=own, other=other, out=out[0])
         given |= {"dpairs": dpairs, "states": states, "entering": entering, "OF_C": of_C}
-        given |= {"splits": splits, "out_s": out.stride(0)}
+        given |= {"splits": splits, "out": out, "out_s": out.stride(0)}
         grid = (splits * programs, self.parts_q, self.parts_n)
         self.launch(ssd_vector_gradients, grid, **given)
         return (out[0] if splits == 1 else out.sum(0).to(own.dtype)), entering
 
-    def step_gradients(
-        self, ddelta: Tensor, partial: dict[str, Tensor]
-    ) -> tuple[Tensor, Tensor | None]:
+    def step_gradients(self, ddelta: Tensor, partial: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Fill ddelta; the gradients of A and of the bias."""
         shares = self.space(2, self.batch, self.chunks, self.H)
-        given = {**self.named(ddelta=ddelta), **partial, "dA": shares[0], "dbias": shares[1]}
+        given = self.named(ddelta=ddelta)
+        given |= {**partial, "dA": shares[0], "dbias": shares[1]}
         given |= {"parts_p": self.parts_p, "parts_n": self.parts_n}
         given["parts_inner"] = partial["inner"].shape[3]
         grid = (self.batch * self.chunks, self.blocks_h)

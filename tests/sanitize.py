@@ -47,8 +47,8 @@ def main(op: str) -> None:
 
 def _amend() -> None:
     """Put right what triton-viz 3.0 gets wrong: it adds the offset of a slice twice, refuses
-    broadcast axes, forgets the bounds of outer loops in inner ones, and does not know `tl.split`,
-    whose results are never addresses here."""
+    broadcast axes, forgets the bounds of outer loops in inner ones, and does not know `tl.split`
+    and scans, whose results are never addresses here."""
     sanitizer.check_inner_stride_equal_to_one = lambda tensor: True
     sanitizer.get_physical_addr_from_tensor_slice = _segments
     split = interpreter.InterpreterBuilder.create_split
@@ -58,6 +58,13 @@ def _amend() -> None:
         return split(self, value) if known else (value, value)
 
     interpreter.InterpreterBuilder.create_split = symbolic_split
+    scan = interpreter.ScanOps.apply_impl
+
+    def symbolic_scan(self: Any, values: Any) -> Any:
+        known = all(isinstance(v.handle.data, interpreter.np.ndarray) for v in values)
+        return scan(self, values) if known else list(values)
+
+    interpreter.ScanOps.apply_impl = symbolic_scan
     register = sanitizer.SymbolicSanitizer.register_for_loop_callback
     sanitizer.SymbolicSanitizer.register_for_loop_callback = lambda self: _nested(
         self, register(self)
@@ -104,7 +111,8 @@ def _segments(tensor: Tensor) -> list[tuple[int, int]]:
 
 
 def _watch(module: ModuleType, name: str, launched: set[str]) -> None:
-    traced = triton_viz.trace("sanitizer")(getattr(module, name))
+    kernel = getattr(module, name)
+    traced = triton_viz.trace("sanitizer")(kernel)
 
     class Watched:
         """A kernel that remembers that it was launched."""
@@ -112,6 +120,9 @@ def _watch(module: ModuleType, name: str, launched: set[str]) -> None:
         def __getitem__(self, grid: Any) -> Callable[..., Any]:
             launched.add(name)
             return traced[grid]
+
+        def __getattr__(self, attribute: str) -> Any:
+            return getattr(kernel, attribute)
 
     setattr(module, name, Watched())
 

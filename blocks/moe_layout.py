@@ -60,9 +60,9 @@ def unstack(moe: MoE) -> None:
             (module.down, down, moe.down),
         ):
             layer.weight = nn.Parameter(weight.detach().clone(), requires_grad=whole.requires_grad)
-        modules.append(module.train(moe.training))
+        modules.append(module)
     moe.gate_up = moe.down = None
-    moe.experts = nn.ModuleList(modules)
+    moe.experts = nn.ModuleList(modules).train(moe.training)
 
 
 def restack(moe: MoE) -> None:

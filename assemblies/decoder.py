@@ -65,7 +65,7 @@ class Decoder:
                 self.caches = None  # its buffers have them
             return logits
         step = self.compiled or _one_token
-        return step(self.model, ids_BN, self.mask[:, -1:], self.caches)
+        return step(self.model, ids_BN, self.mask[:, -1:].contiguous(), self.caches)  # one stride
 
     def _prefill(self) -> Tensor:
         size = self.chunk or max(1, self.ids.shape[1])

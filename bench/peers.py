@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import sys
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from brickwork.assemblies import Rish
-from brickwork.blocks import BiMamba, Mamba1, Mamba2
+from brickwork.blocks import BiMamba, Mamba1, Mamba2, MoE, MoEOutput
 
 
 def mamba_ssm(module: str) -> Any:
@@ -142,3 +143,65 @@ def transformers_flex_olmo(ours: Rish) -> nn.Module:
         state |= {f"{name}gate_up_proj": layer.moe.gate_up, f"{name}down_proj": layer.moe.down}
     theirs.load_state_dict(state)
     return theirs.eval()
+
+
+def flex_olmo(ours: Rish) -> nn.Module:
+    """transformers' FlexOlmo, whose experts run by `grouped_mm`, with the parameters of ours."""
+    transformers = pytest.importorskip("transformers")
+    kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_experts")
+    kept += ("num_attention_heads", "num_experts_per_tok", "norm_topk_prob", "rms_norm_eps")
+    kept += ("pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings")
+    config = transformers.FlexOlmoConfig(
+        **{name: getattr(ours.config, name) for name in kept},
+        rope_parameters={"rope_type": "default", "rope_theta": ours.config.rope_theta},
+    )
+    theirs = transformers.FlexOlmoForCausalLM._from_config(
+        config, experts_implementation="grouped_mm", attn_implementation="sdpa"
+    )
+    state = {n: t for n, t in ours.original_state_dict().items() if ".experts." not in n}
+    for i, layer in enumerate(ours.layers):
+        state[f"model.layers.{i}.mlp.experts.gate_up_proj"] = layer.moe.gate_up.detach()
+        state[f"model.layers.{i}.mlp.experts.down_proj"] = layer.moe.down.detach()
+    theirs.load_state_dict(state)
+    return theirs.train(ours.training)
+
+
+class LoopOverExperts(nn.Module):
+    """A MoE as the originals have it: three linear layers an expert, `index_add_` of what each
+    makes of its tokens."""
+
+    def __init__(self, ours: MoE) -> None:
+        super().__init__()
+        self.router, self.top_k, self.num_experts = ours.router, ours.top_k, ours.num_experts
+        self.experts = nn.ModuleList()
+        for gate_up, down in zip(ours.gate_up.detach(), ours.down.detach()):
+            layers = nn.ModuleList()
+            for weight in (*gate_up.chunk(2), down):
+                layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+                layer.weight.data.copy_(weight)
+                layers.append(layer)
+            self.experts.append(layers)
+
+    def forward(self, x: Tensor, **_: Any) -> MoEOutput:
+        rows = x.reshape(-1, x.shape[-1])
+        logits = self.router(rows)
+        weights, indices = logits.softmax(-1).topk(self.top_k)
+        y = torch.zeros_like(rows)
+        chosen = nn.functional.one_hot(indices, self.num_experts).permute(2, 1, 0)
+        for (gate, up, down), mine in zip(self.experts, chosen):
+            k, token = torch.where(mine)
+            row = rows[token]
+            out = down(nn.functional.silu(gate(row)) * up(row)) * weights[token, k, None]
+            y.index_add_(0, token, out)
+        shape = x.shape[:-1]
+        return MoEOutput(
+            y.view(x.shape), logits.view(*shape, -1), indices.view(*shape, -1), weights
+        )
+
+
+def loop_over_experts(ours: Rish) -> nn.Module:
+    """Our own model with each MoE as `LoopOverExperts`."""
+    theirs = copy.deepcopy(ours)
+    for layer in theirs.layers:
+        layer.moe = LoopOverExperts(layer.moe)
+    return theirs

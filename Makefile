@@ -29,7 +29,7 @@ test-triton: $(VENV)/.has-test ## check the Triton kernels without a GPU: interp
 	TRITON_CACHE_DIR=build/triton $(PY) -m pytest tests/triton/compiled -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 	TRITON_CACHE_DIR=build/triton $(PY) bench/resources.py
 
-test-vendor: $(VENV)/.has-test $(VENDOR)/.ready ## test against the real mamba-ssm and causal-conv1d (docs/vendor_tests.md)
+test-vendor: $(VENV)/.has-test $(VENDOR)/.ready ## test against the real mamba-ssm and causal-conv1d, and by transformers' own tests (docs/vendor_tests.md)
 	BRICKWORK_VENDOR=$(VENDOR) $(PY) -m pytest tests/vendor -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 coverage: $(VENV)/.has-test ## run the tests and report the lines and branches they miss
@@ -88,9 +88,12 @@ WITHOUT_KERNELS := MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE CAUSAL_CONV
 AS_SOURCE := --quiet --disable-pip-version-check --no-build-isolation --no-deps --no-cache-dir -c constraints.txt
 
 $(VENDOR)/.ready: constraints.txt | $(VENV)/.has-test
-	@echo "Installing mamba-ssm and causal-conv1d into $(VENDOR), with the latter's own tests"
+	@echo "Installing mamba-ssm and causal-conv1d into $(VENDOR), with the latter's own tests and transformers'"
 	@rm -rf $(VENDOR) && mkdir $(VENDOR)
 	@$(WITHOUT_KERNELS) $(PY) -m pip install $(AS_SOURCE) --target $(VENDOR) mamba-ssm causal-conv1d
 	@$(WITHOUT_KERNELS) $(PY) -m pip download $(AS_SOURCE) --no-binary :all: --dest $(VENDOR)/sources causal-conv1d
 	@tar -xzf $(VENDOR)/sources/causal_conv1d-*.tar.gz -C $(VENDOR)/sources --strip-components 1
+	@$(PY) -m pip download $(AS_SOURCE) --no-binary :all: --dest $(VENDOR)/sources transformers
+	@mkdir $(VENDOR)/sources/transformers && tar -xzf $(VENDOR)/sources/transformers-*.tar.gz -C $(VENDOR)/sources/transformers --strip-components 1
+	@$(PY) -m pip install $(AS_SOURCE) --target $(VENDOR) parameterized
 	@touch $@

@@ -42,7 +42,6 @@ class LCPLMPreTrainedModel(AssemblyModel):
     head_name = "lm_head"
     lora_targets = ("in_proj", "out_proj", "x_proj", "q_proj", "k_proj", "v_proj", "o_proj",
                     "gate_up", "down")  # fmt: skip
-    _keep_in_fp32_modules_strict = ["A_log", r"\.D$", "dt_bias", r"dt_proj\.bias"]  # noqa: RUF012
 
     def resize_token_embeddings(
         self,
@@ -82,6 +81,12 @@ class LCPLMModel(LCPLMPreTrainedModel):
         for layer in self.layers:
             if isinstance(layer.mixer, MambaMixer):
                 layer.mixer = OneWay(layer.mixer)
+        names = [name for name, _ in self.named_parameters()]
+        self._keep_in_fp32_modules_strict = [
+            wide
+            for wide in ("A_log", "D", "dt_bias", "dt_proj.bias")
+            if any(name.endswith(f".{wide}") for name in names)
+        ]
         self.post_init()
 
     @can_return_tuple

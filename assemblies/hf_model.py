@@ -67,7 +67,11 @@ class AssemblyModel(PreTrainedModel):
         """Draw every parameter that was not loaded, as the assembly's `reset_parameters` does."""
         owned = [(m, name, p) for m in self.modules() for name, p in m._parameters.items()]
         done = [
-            entry for entry in owned if getattr(entry[2], "_is_hf_initialized", entry[2] is None)
+            (module, name, parameter)
+            for module, name, parameter in owned
+            if parameter is None
+            or getattr(parameter, "_is_hf_initialized", False)
+            or getattr(module, "_is_hf_initialized", False)
         ]
         if len(done) == len(owned):
             return

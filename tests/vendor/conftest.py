@@ -15,11 +15,20 @@ import pytest
 
 VENDOR = os.environ.get("BRICKWORK_VENDOR")
 collect_ignore_glob = [] if VENDOR else ["*"]
+_TRANSFORMERS_MARKERS = (
+    *("accelerate_tests", "flash_attn_test", "flash_attn_3_test", "flash_attn_4_test"),
+    *("torch_compile_test", "slow", "generate", "flash_attn_mps_test"),
+)
 
 if VENDOR:
     sys.path.insert(0, str(Path(VENDOR).resolve()))
     for name in ("selective_scan_cuda", "causal_conv1d_cuda"):
         sys.modules.setdefault(name, ModuleType(name))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for marker in _TRANSFORMERS_MARKERS:
+        config.addinivalue_line("markers", f"{marker}: of transformers' own tests")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -83,6 +83,7 @@ class Decoder:
             return [KVCache() for _ in model.layers]
         options = config.attention_options()
         weight = model.embed_tokens.weight
+        layers: list[Any] = list(model.layers)
         dtype = weight.dtype
         if torch.is_autocast_enabled(weight.device.type):
             dtype = torch.get_autocast_dtype(weight.device.type)
@@ -95,7 +96,7 @@ class Decoder:
                 dtype=dtype,
                 device=weight.device,
             )
-            for layer in model.layers
+            for layer in layers
         ]
 
     def _angles_change(self) -> bool:

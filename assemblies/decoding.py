@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -43,6 +43,7 @@ class DecodeStep:
         slots: int | None,
     ) -> None:
         self.model = model
+        self.layers: list[Any] = list(model.layers)
         self.length = mask.shape[1]
         self.slots = slots or max(FIRST_SLOTS, 2 * self.length)
         padded = not bool(mask.all())
@@ -50,10 +51,10 @@ class DecodeStep:
         self.turn = Turn(model.rope, mask.sum(1, keepdim=True), model.embed_tokens.weight.dtype)
         self.attention = [
             AttentionStep(layer.attention, cache.held(), self.length, self.slots)
-            for layer, cache in zip(model.layers, caches)
+            for layer, cache in zip(self.layers, caches)
         ]
         self.head = Product((model.lm_head or model.embed_tokens).weight)
-        self.moe = [MoEStep(layer.moe) for layer in model.layers]
+        self.moe = [MoEStep(layer.moe) for layer in self.layers]
 
     @staticmethod
     def why_not(model: Rish) -> str | None:
@@ -67,7 +68,7 @@ class DecodeStep:
         x = F.embedding(token_B, model.embed_tokens.weight)
         turn = self.turn()
         seen = None if self.mask is None else self.mask[:, None, None, : slot + 1]
-        for layer, attention, moe in zip(model.layers, self.attention, self.moe):
+        for layer, attention, moe in zip(self.layers, self.attention, self.moe):
             x = add_norm_of(x, attention(x, slot, turn, seen), layer.post_attention_layernorm)
             x = add_norm_of(x, moe(x), layer.post_feedforward_layernorm)
         self.length += 1

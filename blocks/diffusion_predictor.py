@@ -114,7 +114,7 @@ class Predictor:
         if full:
             self.full_passes += 1
             where = torch.arange(ids.shape[1], device=ids.device)[None]
-            logits_at = self.index
+            logits_at: Tensor | None = self.index
         else:
             ids = ids[:, columns] if isinstance(columns, slice) else ids.gather(1, self.where)
             where, logits_at = self.where, self.rows

@@ -38,8 +38,13 @@ def why_not_single(model: nn.Module, *others: type[nn.Module]) -> str | None:
             return f"{name} has hooks"
         if isinstance(module, Attention):
             rope = module.rope
-            turned = rope is not None and rope.layout == "half" and not rope.length_dependent
-            if not turned or rope.rotary_dim != rope.head_dim or module.qk_norm != "full":
+            if (
+                rope is None
+                or rope.layout != "half"
+                or rope.length_dependent
+                or rope.rotary_dim != rope.head_dim
+                or module.qk_norm != "full"
+            ):
                 return f"{name} has another RoPE or QK-norm"
         if isinstance(module, RMSNorm) and module.cast != "once":
             return f"{name} casts in another order"
@@ -149,6 +154,7 @@ class MoEStep:
         assert part.gate_up is not None
         assert part.down is not None
         self.part = part
+        assert isinstance(part.router, Router)
         self.router = Product(part.router.weight, part.router.bias)
         self.gate_up = [Product(weight) for weight in part.gate_up.unbind()]
         self.down = [Product(weight) for weight in part.down.unbind()]

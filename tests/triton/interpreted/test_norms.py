@@ -72,7 +72,7 @@ def test_rows(M):
     ("N", "cast"), [(96, "once"), (96, "before_weight"), (1000, "once"), (9000, "before_weight")]
 )
 def test_narrow_dtypes(dtype, residual, kind, cast, N):
-    """D1 14, D1 18: values are the reference's up to a unit in the last place, few bits differ at
+    """D1 18, N3: values are the reference's up to a unit in the last place, few bits differ at
     all, and gradients are those of exact arithmetic on what the forward pass rounded."""
     residual = residual or dtype
     options = {"kind": kind, "cast": cast, "eps": 1e-5, "residual_dtype": residual}

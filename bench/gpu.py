@@ -9,116 +9,33 @@ nothing worth reading.
 from __future__ import annotations
 
 import argparse
-import csv
-import platform
-import statistics
+import contextlib
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpu_cases import CHECKED, HALF, TIMED, TINY, Case, cases, outputs
+from gpu_device import Device, Report
+from gpu_options import option_cases
 from torch import Tensor
 
 from brickwork.kernels.backend import BackendUnavailable
 
-FIELDS = ("step", "op", "size", "direction", "implementation", "result")
-FIELDS += ("microseconds", "rate", "share", "ratio")
+WARM_SECONDS = 120
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # of the largest value
-PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "quack-kernels", "fla", "mamba-ssm")
-FLUSH = 2**28  # bytes, more than any second-level cache
-
-
-class Device:
-    """The GPU, or in a dry run the CPU behind the same calls."""
-
-    def __init__(self, dry: bool) -> None:
-        self.dry = dry
-        self.device = torch.device("cpu" if dry else "cuda")
-        self.name = platform.machine() if dry else torch.cuda.get_device_name()
-        self.flush = torch.empty(1 if dry else FLUSH, dtype=torch.uint8, device=self.device)
-
-    def synchronize(self) -> None:
-        if not self.dry:
-            torch.cuda.synchronize()
-
-    def captured(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        """A replay of `run`'s CUDA graph that returns the tensors it was captured with."""
-        if self.dry:
-            return run
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = run()
-
-        def replay() -> Any:
-            graph.replay()
-            return results
-
-        return replay
-
-    def seconds(self, run: Callable[[], Any], rounds: int) -> float:
-        """Median time of `run` on the device."""
-        times = []
-        for _ in range(rounds):
-            self.flush.zero_()
-            if self.dry:
-                start = time.perf_counter()
-                run()
-                times.append(time.perf_counter() - start)
-                continue
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before.record()
-            run()
-            after.record()
-            after.synchronize()
-            times.append(before.elapsed_time(after) / 1e3)
-        return statistics.median(times)
-
-
-class Report:
-    """Rows, printed and written to a CSV and a table as they come: a run cut off keeps them."""
-
-    def __init__(self, heading: str, stem: Path) -> None:
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        self.heading, self.stem = heading, stem
-        self.rows: list[dict[str, str]] = []
-
-    def add(self, step: str, case: Case | None, result: str, **fields: str) -> None:
-        row = dict.fromkeys(FIELDS, "") | {"step": step, "result": result} | fields
-        if case is not None:
-            row |= {"op": case.op, "size": case.size}
-        self.rows.append(row)
-        print("  ".join(value for value in row.values() if value), flush=True)
-        self.save()
-
-    @property
-    def failed(self) -> bool:
-        return any(row["result"].startswith("FAILED") for row in self.rows)
-
-    def save(self) -> None:
-        with self.stem.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            writer.writeheader()
-            writer.writerows(self.rows)
-        lines = [self.heading, "", f"| {' | '.join(FIELDS)} |", "|" + "---|" * len(FIELDS)]
-        lines += [f"| {' | '.join(row.values())} |" for row in self.rows]
-        self.stem.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dry", action="store_true", help="on the CPU, tiny and interpreted")
     parser.add_argument("--minutes", type=float, default=7.5, help="then stop (default: 7.5)")
+    parser.add_argument("--warm", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder")
     options = parser.parse_args(arguments)
     if not options.dry and not torch.cuda.is_available():
@@ -128,33 +45,82 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     end = time.monotonic() + 60 * options.minutes
     device = Device(options.dry)
+    if options.warm:
+        warm_share(device, *map(int, options.warm.split("/")))
+        return 0
     name = "dry" if options.dry else device.name.replace(" ", "_")
     stem = options.out / f"gpu_{name}_{datetime.now(timezone.utc):%Y-%m-%d}"
-    report = Report(heading(device), stem)
+    report = Report(device.heading(), stem)
     torch.manual_seed(0)
-    steps = (check_values, check_capture, check_second_gpu, time_all)
-    for step in steps:
-        size = TINY if options.dry else TIMED if step is time_all else CHECKED
-        for task in step(device, report, cases(size)):
-            if time.monotonic() > end:
-                report.add(step.__name__, None, f"skipped: {options.minutes} minutes are over")
-                break
-            task()
-            if not options.dry:
-                torch.cuda.empty_cache()
+    steps = (warm, check_values, check_capture, check_second_gpu, time_all)
+    with device.working():
+        for step in steps:
+            size = TINY if options.dry else TIMED if step is time_all else CHECKED
+            compared = [] if step in (time_all, check_second_gpu) else option_cases(size)
+            for task in step(device, report, cases(size) + compared):
+                if time.monotonic() > end:
+                    report.add(step.__name__, None, f"skipped: {options.minutes} minutes are over")
+                    break
+                task()
+                if not options.dry:
+                    torch.cuda.empty_cache()
     print("FAILED" if report.failed else "all right")
     return int(report.failed)
 
 
-def heading(device: Device) -> str:
-    found = []
-    for package in PACKAGES:
-        try:
-            found.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            found.append(f"{package} not here")
-    kind = "A dry run: nothing here is a measurement. " if device.dry else ""
-    return f"{kind}{device.name}, {datetime.now(timezone.utc):%Y-%m-%d}, {', '.join(found)}."
+def warm(device: Device, report: Report, _: list[Case]) -> Iterator[Callable[[], None]]:
+    """Fill the caches of Triton and of torch.compile, by processes that each run a share of the
+    cases: compiling one after the other takes longer than all there is to measure."""
+    processes = 1 if device.dry else min(12, os.cpu_count() or 1)
+
+    def task() -> None:
+        start = time.monotonic()
+        dry = ["--dry"] if device.dry else []
+        running = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--warm", f"{share}/{processes}", *dry],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            for share in range(processes)
+        ]
+        late = 0
+        for process in running:
+            try:
+                process.wait(max(0.0, start + WARM_SECONDS - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                late += 1
+                process.kill()
+                process.wait()
+        seconds = time.monotonic() - start
+        report.add("warm", None, f"{processes} processes, {seconds:.0f} s, {late} cut off")
+
+    yield task
+
+
+def warm_share(device: Device, share: int, shares: int) -> None:
+    """Compile what every `shares`-th piece of work needs."""
+    work: list[Callable[[], object]] = []
+    sizes = (TINY,) if device.dry else (TIMED, CHECKED)
+    for size in sizes:
+        compared = option_cases(size) if size != TIMED else []
+        for case in cases(size) + compared:
+            runs = [(case.ours(backend), HALF) for backend in case.backends]
+            if size != CHECKED and not case.loops:
+                runs.append((torch.compile(case.reference), HALF))
+            if size == CHECKED:
+                runs += [(case.ours(b), d) for b in case.backends for d in TOLERANCE if d != HALF]
+            for run, dtype in runs:
+
+                def piece(case: Case = case, run: Any = run, dtype: Any = dtype) -> object:
+                    tensors = case.make(device.device)
+                    given = [t.to(dtype) if t.dtype == HALF else t for t in tensors]
+                    return value_and_gradients(run, given, case)
+
+                work.append(piece)
+    for piece in work[: 1 if device.dry else None][share::shares]:
+        with contextlib.suppress(Exception):  # what is wrong will be reported when it is its turn
+            piece()
 
 
 def leaves(tensors: list[Tensor], floats: int) -> list[Tensor]:

@@ -16,6 +16,6 @@ for wheel in bench/wheels/*.whl; do
 done
 export PYTHONPATH=$path${PYTHONPATH:+:$PYTHONPATH}
 for argument in "$@"; do
-  if [ "$argument" = --dry ]; then export TRITON_INTERPRET=1; fi
+  if [ "$argument" = --dry ]; then export TRITON_INTERPRET=1 PYTHONPATH=$PYTHONPATH:tests; fi
 done
 exec "$python" bench/gpu.py "$@"

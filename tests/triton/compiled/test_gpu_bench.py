@@ -32,6 +32,7 @@ def test_dry_run(tmp_path):
         assert {("values", op), ("graph", op), ("time", op)} <= ours
     for op in ("causal_conv1d", "selective_scan", "ssd_scan"):
         assert {("values", op), ("graph", op), ("time", op)} <= ours
+    assert ("values", "rope") in ours  # among the cases with every option
     assert not [row for row in rows if row["result"].startswith("FAILED")]
     assert "nothing here is a measurement" in table.with_suffix(".md").read_text()
 
@@ -39,7 +40,7 @@ def test_dry_run(tmp_path):
 def test_time_that_is_over_is_said(tmp_path):
     done = run("--dry", "--minutes", "0", "--out", tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("skipped: 0.0 minutes are over") == 4
+    assert done.stdout.count("skipped: 0.0 minutes are over") == 5
 
 
 def test_without_a_gpu():

@@ -42,8 +42,9 @@ from brickwork.kernels.triton_support import TYPE_NAMES, Configuration, cdiv, ne
 from brickwork.kernels.triton_support import unavailable_here as unavailable_here
 
 _ENOUGH = 4  # programs for each multiprocessor that fill it
-_Q_FORWARD = 16  # tokens that a program carries a state through at a time
-_Q_BACKWARD = 8
+_Q_FORWARD = 8  # tokens that a program carries a state through at a time
+_Q_BACKWARD = 4
+_REGISTERS = 255  # of a thread backward: left alone, the compiler would rather spill a few
 _COMBINED = 256  # states of a program of the small pass
 
 
@@ -127,7 +128,7 @@ def _backward(
     z, D, delta_bias = (None if t is None else _dense(t) for t in (z, D, delta_bias))
     flags = None if flags is None else flags.contiguous()
     A = A.mT.contiguous()
-    block, chunk = _block_of_backward(x, groups, flags), _chunk(state)
+    block, chunk = _block_of_backward(x, groups), _chunk(state)
     segments, segment = _segments(x, groups, block, chunk)
     carry, decay = _carry(x, state, segments)
     prepared = _prepare(B, C, flags, reverse)
@@ -155,7 +156,7 @@ def _backward(
     backward_kernel[(batch * groups * blocks * segments,)](
         dy, x, delta, A, prepared, D, z, delta_bias, flags, states, carry, scratch, dx, ddelta,
         rates, shares, None if z is None else dz, sums, *strides, batch, *sizes, chunk, 0,
-        **constants, num_warps=1,
+        **constants, **triton_support.launch_options(1, registers=_REGISTERS),
     )  # fmt: skip
     dA.copy_(rates.sum((0, 1)).mT)
     of_tokens = shares.sum(0)[:, :, :tokens]
@@ -243,9 +244,9 @@ def _block_of_forward(x: Tensor, groups: int) -> int:
     return 64 if programs >= 2 * _ENOUGH * triton_support.multiprocessors(x) else 32
 
 
-def _block_of_backward(x: Tensor, groups: int, flags: Tensor | None) -> int:
-    """Two channels a thread halve the work of the sums over channels, where registers allow it."""
-    return 32 if x.shape[2] // groups <= 32 or flags is not None else 64
+def _block_of_backward(x: Tensor, groups: int) -> int:
+    """Two channels a thread halve the work of the sums over channels."""
+    return 32 if x.shape[2] // groups <= 32 else 64
 
 
 def _segments(x: Tensor, groups: int, block: int, chunk: int) -> tuple[int, int]:
@@ -341,12 +342,10 @@ def configurations() -> Iterator[Configuration]:
     """Both blocks of channels, with every option and with those of Mamba in training. Others need
     fewer registers, N moves none, and the narrow dtypes are alike."""
     every = {"D", "Z", "BIAS", "FLAGS", "STATES"}
-    dense = every - {"FLAGS"}
     for dtype, given, block in (
         (torch.float32, every, 32),
         (torch.float32, every, 64),
-        (torch.bfloat16, dense, 32),
-        (torch.bfloat16, dense, 64),
+        (torch.bfloat16, every - {"FLAGS"}, 64),
     ):
         options = "all options" if given == every else "no padding"
         name = f"{block} channels, {TYPE_NAMES[dtype]}, {options}"
@@ -357,16 +356,15 @@ def configurations() -> Iterator[Configuration]:
         forward = both | {"Q": _Q_FORWARD, "SUMMARY": False, "DECAY": None}
         summary = both | {"Q": _Q_FORWARD, "SUMMARY": True, "Y": None, "STATES": None}
         backward = both | {"Q": _Q_BACKWARD}
-        yield _configuration(forward_kernel, f"forward, {name}", forward, types)
-        if given == every:
-            yield _configuration(forward_kernel, f"forward summary, {name}", summary, types)
-        if given == every and block == 64:
-            continue  # `_block_of_backward` does not choose it
-        yield _configuration(backward_kernel, f"backward, {name}", backward, types)
-        if given == every or block == 64:
-            summary = backward
-            name = f"backward summary, {name}"
-            yield _configuration(backward_summary_kernel, name, summary, types)
+        for kernel, label, constants in (
+            (forward_kernel, "forward", forward),
+            (forward_kernel, "forward summary", summary),
+            (backward_kernel, "backward", backward),
+            (backward_summary_kernel, "backward summary", backward),
+        ):
+            found = _configuration(kernel, f"{label}, {name}", constants, types)
+            limit = _REGISTERS if kernel is backward_kernel else None
+            yield found._replace(num_stages=1, registers=limit)
     for state in (16, 128):
         columns, rows = _shape_of_preparation(state)
         constants = {"N": state, "COLUMNS": columns, "ROWS": rows, "REVERSE": True}

@@ -101,7 +101,7 @@ def test_every_combination(T, G, options, softplus, reverse, enough):
 
 
 def test_many_states_and_real_chunks(monkeypatch):
-    """As dispatched: N = 17, chunks of 68 tokens, 16 and 8 at a time."""
+    """As dispatched: N = 17, chunks of 64 tokens, 8 and 4 at a time."""
     monkeypatch.undo()
     assert [launches._chunk(N) for N in (1, 16, 17, 40, 64, 256)] == [64, 64, 64, 128, 256, 256]
     Problem(1, 19, 2, 17, options={"z", "seq_ids"}).check()
@@ -387,7 +387,7 @@ def test_segments_fill_the_gpu(monkeypatch):
     monkeypatch.setattr(launches.triton_support, "multiprocessors", lambda x: 132)
     for B, T, E in ((8, 2048, 3072), (1, 2048, 3072), (1, 65, 64), (1, 100_000, 32), (64, 1, 8192)):
         x = torch.empty(B, T, E, device="meta")
-        for block in (launches._block_of_forward(x, 1), launches._block_of_backward(x, 1, None)):
+        for block in (launches._block_of_forward(x, 1), launches._block_of_backward(x, 1)):
             count, tokens = launches._segments(x, 1, block, 64)
             programs = B * -(-E // block)
             assert tokens % 64 == 0

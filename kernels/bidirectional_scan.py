@@ -94,7 +94,11 @@ def bidirectional_scan(
         return bidirectional_scan_cpu(*sides.values(), starts=starts, **options)
     if backend == "torch":
         return bidirectional_scan_reference(*sides.values(), seq_ids=seq_ids, **options)
-    options |= {"seq_ids": seq_ids, "backend": backend}
+    options["seq_ids"] = seq_ids
+    if chosen == "triton":
+        from brickwork.kernels.bidirectional_scan_triton import bidirectional_scan_triton
+
+        return bidirectional_scan_triton(*sides.values(), **options)
     y = _one_way(selective_scan, sides["forward"], reverse=False, **options)
     return y + _one_way(selective_scan, sides["backward"], reverse=True, **options).to(y.dtype)
 
@@ -122,7 +126,7 @@ def _one_way(scan: Any, inputs: ScanInputs, **options: Any) -> Tensor:
 def _why_not_triton(*tensors: Tensor | None) -> str | None:
     if reason := unavailable("triton.language"):
         return reason
-    from brickwork.kernels.selective_scan_triton import why_not
+    from brickwork.kernels.bidirectional_scan_triton import why_not
 
     return why_not(*tensors)
 

@@ -59,8 +59,13 @@ class Resources(NamedTuple):
 
 
 def modules() -> list[str]:
-    """The Triton backends, by the names of their files."""
-    return [f"{op}_triton" for op in OPS if (KERNELS / f"{op}_triton.py").exists()]
+    """The Triton backends with kernels, by the names of their files."""
+    files = {op: KERNELS / f"{op}_triton.py" for op in OPS}
+    return [
+        path.stem
+        for path in files.values()
+        if path.exists() and "configurations" in path.read_text(encoding="utf-8")
+    ]
 
 
 def configurations(module: str) -> Iterator[Configuration]:

@@ -66,7 +66,7 @@ def put(pointer, rows, row_stride, columns, inside, limit, value):
 def past_of(past, index, rows, length, Q: tl.constexpr, PACKED: tl.constexpr):
     """The `past` of these rows of a chunk of `length` tokens; the real ones are those above 0."""
     if PACKED:
-        reach = tl.load(past + index * Q + rows)
+        reach = tl.where(rows < length, tl.load(past + index * Q + rows), 0)
     else:
         reach = tl.where(rows < length, rows + 2, 0)
     return reach

@@ -107,7 +107,7 @@ def warm_share(device: Device, share: int, shares: int) -> None:
         for case in cases(size) + compared:
             runs = [(case.ours(backend), HALF) for backend in case.backends]
             if size != CHECKED and not case.loops:
-                runs.append((torch.compile(case.reference), HALF))
+                runs.append((torch.compile(case.reference, dynamic=False), HALF))
             if size == CHECKED:
                 runs += [(case.ours(b), d) for b in case.backends for d in TOLERANCE if d != HALF]
             for run, dtype in runs:
@@ -236,7 +236,7 @@ def time_all(device: Device, report: Report, all_cases: list[Case]) -> Iterator[
         if not case.loops:
             runs["eager"] = lambda case=case: case.reference
             runs["torch.compile"] = lambda case=case: torch.compile(
-                case.reference, backend="eager" if device.dry else "inductor"
+                case.reference, backend="eager" if device.dry else "inductor", dynamic=False
             )
         runs |= case.peers
         own: dict[str, float] = {}
@@ -287,7 +287,11 @@ def time_one(
     def backward() -> Any:
         return torch.autograd.grad(found, wanted, upstream, retain_graph=True)
 
-    for i, (direction, function) in enumerate((("forward", forward), ("backward", backward))):
+    def both() -> Any:
+        return torch.autograd.grad(outputs(run(*tensors)), wanted, upstream)
+
+    second = ("forward and backward", both) if case.whole else ("backward", backward)
+    for i, (direction, function) in enumerate((("forward", forward), second)):
         result = "timed in a graph"
         try:
             replay = device.captured(function)

@@ -45,6 +45,8 @@ class Case(NamedTuple):
     `ours(backend)` and `reference` take `tensors`; `floats` counts how many of these, from the
     first, have gradients. `moved` are the bytes of forward and of backward, or `operations` the
     floating-point operations. `loops`: the reference runs token by token, and is not timed.
+    `whole`: gradients may be computed on the way forward, so the second time, with its bytes or
+    operations, is of both ways together.
     """
 
     op: str
@@ -58,6 +60,7 @@ class Case(NamedTuple):
     operations: tuple[int, int] | None = None
     peers: dict[str, Callable[[], Run]] = {}  # noqa: RUF012
     loops: bool = False
+    whole: bool = False
 
 
 TINY, CHECKED, TIMED = range(3)  # sizes: for the interpreter, for comparisons, for the clock
@@ -272,7 +275,8 @@ def product_cases(size: int) -> list[Case]:
             lambda backend: lambda x, w, labels: cross_entropy(x, w, labels, backend=backend),
             cross_entropy_reference,
             backends=("chunked",),
-            operations=(3 * head, head),  # our gradients are computed on the way forward
+            operations=(head, 3 * head),
+            whole=True,
             peers={"Liger": liger_cross_entropy},
         ),
     ]

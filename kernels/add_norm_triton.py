@@ -217,16 +217,17 @@ COLUMNS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
 
 def configurations() -> Iterator[Configuration]:
-    """Every shape of tiles, with the options that ask most of registers; float16 is as wide as
-    bfloat16."""
+    """Every shape of tiles with all that registers can be asked to hold, and with less of it where
+    registers are tight; float16 is as wide as bfloat16."""
+    bf16, fp32 = torch.bfloat16, torch.float32
     for columns in COLUMNS:
-        yield from describe("add_norm", columns, torch.bfloat16, residual=torch.bfloat16)
-        yield from describe("add_norm", columns, torch.float32, residual=torch.float32)
-        yield from describe(
-            "add_norm", columns, torch.bfloat16, residual=torch.float32, centred=True
-        )
-    for columns in (128, 4096, 16384):
-        yield from describe("add_norm", columns, torch.bfloat16, residual=torch.float32)
+        yield from describe("add_norm", columns, bf16, residual=fp32, centred=True)
+    for columns in (128, *(n for n in COLUMNS if n >= 1024)):
+        yield from describe("add_norm", columns, bf16, residual=bf16)
+    for columns in (512, 4096, 8192, 16384, 65536):
+        yield from describe("add_norm", columns, fp32, residual=fp32)
+    for columns in (4096, 16384):
+        yield from describe("add_norm", columns, bf16, residual=fp32)
 
 
 def describe(

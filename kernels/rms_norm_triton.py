@@ -29,4 +29,5 @@ def configurations() -> Iterator[Configuration]:
     """Every shape of tiles; float16 has the width of bfloat16."""
     for columns in COLUMNS:
         yield from describe("rms_norm", columns, torch.bfloat16, cast_first=True)
+    for columns in (64, 512, 1024, 4096, 8192, 16384, 65536):
         yield from describe("rms_norm", columns, torch.float32)

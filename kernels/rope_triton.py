@@ -280,7 +280,8 @@ def _describe(
     # Threads have less than 128 bits each of a few narrow heads, and of tables, weights and rstd.
     full = not tail and min(shape.heads_q, shape.heads_k) * shape.block == 256 * shape.warps
     narrow = 10 if normed else 2
-    for back in (False,) if normed else (False, True):
+    backwards = not normed and layout == "half"
+    for back in (False, True) if backwards else (False,):
         yield Configuration(
             rotate,
             f"rope {'backward' if back else 'forward'} {name}",

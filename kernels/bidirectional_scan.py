@@ -95,7 +95,7 @@ def bidirectional_scan(
     if backend == "torch":
         return bidirectional_scan_reference(*sides.values(), seq_ids=seq_ids, **options)
     options["seq_ids"] = seq_ids
-    if chosen == "triton":
+    if backend == "triton":  # under auto `selective_scan` chooses, maybe another backend on a GPU
         from brickwork.kernels.bidirectional_scan_triton import bidirectional_scan_triton
 
         return bidirectional_scan_triton(*sides.values(), **options)

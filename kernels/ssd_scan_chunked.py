@@ -203,7 +203,7 @@ def _decays(exponent: Tensor, starts: Tensor | None, reverse: bool) -> tuple[Ten
     """
     Q = exponent.shape[-1]
     sums = _running(exponent, reverse)
-    before = pad(sums[..., 1:], (0, 1)) if reverse else pad(sums[..., :-1], (1, 0))
+    before = _before(sums, reverse)
     lost = _running((before - sums) + exponent, reverse)
     pairs = sums[..., :, None] - sums[..., None, :]
     pairs += lost[..., :, None]
@@ -216,6 +216,23 @@ def _decays(exponent: Tensor, starts: Tensor | None, reverse: bool) -> tuple[Ten
         sums = sums.masked_fill(runs != 0, -torch.inf)
     pairs.masked_fill_(forbidden, -torch.inf)
     return pairs.exp_(), sums.exp()
+
+
+def _sums_across(dlog: Tensor, reverse: bool) -> Tensor:
+    """The gradient of each exponent (R, H, Q) from those of the log decays from token j to token i,
+    (R, H, Q, Q): the sum over the pairs that it lies between, i at or after it and j before.
+
+    Each pair is added where it belongs: as a difference of sums over rows and over columns, pairs
+    around a large step would be lost in what cancels.
+    """
+    ones = dlog.new_ones(dlog.shape[-2:])
+    at_or_after, before = (ones.tril(), ones.triu(1)) if reverse else (ones.triu(), ones.tril(-1))
+    return (at_or_after @ dlog).mul_(before).sum(-1)
+
+
+def _before(running: Tensor, reverse: bool) -> Tensor:
+    """Running sums up to the token before each one in scan direction."""
+    return pad(running[..., 1:], (0, 1)) if reverse else pad(running[..., :-1], (1, 0))
 
 
 def _running(tensor: Tensor, reverse: bool) -> Tensor:
@@ -303,7 +320,6 @@ def _backward(
         *(softplus, reverse, chunk_size),
     )
     sums = scan._replace(**_gradients(scan))
-    last = 0 if reverse else -1
     for part in _blocks(scan):
         rows, groups = part.rows, part.groups
         carry = part.state(dfinal)
@@ -327,13 +343,13 @@ def _backward(
             dpush = (chunk.pairs.mT @ dout_heads).transpose(1, 2)
             dpairs = dout_heads @ chunk.push().mT
             dlog = dpairs * chunk.pairs
-            dlog.diagonal(dim1=-2, dim2=-1).zero_()  # no decay there; it would only cancel below
-            dsums = (dlog.sum(-1) - dlog.sum(-2)).transpose(1, 2)
+            dexponent = _sums_across(dlog, reverse).transpose(1, 2)
             dshared = _grouped(dpairs.mul_(chunk.decay), groups).sum(2)
             dC, dB = dshared @ chunk.B, dshared.mT @ chunk.C
 
             # the state before it
-            dsums += (dout * part.from_state(chunk, state)).sum(-1)
+            dentering = (dout * part.from_state(chunk, state)).sum(-1)
+            dexponent += _running(dentering.transpose(1, 2), not reverse).transpose(1, 2)
             decayed = part.grouped(dout * chunk.entering[..., None])
             dC += decayed @ state.flatten(3).mT
 
@@ -342,14 +358,15 @@ def _backward(
             dB += part.grouped(kept_push) @ carry.flatten(3).mT
             dkept = part.natural(chunk.B @ carry.flatten(3))
             dleaving = (dkept * kept_push).sum(-1)
-            dsums -= dleaving
+            dexponent += _before(_running(dleaving.transpose(1, 2), reverse), reverse).transpose(
+                1, 2
+            )
             dtotal = (carry * state).sum((2, 4)).flatten(1) * chunk.total
-            dsums[:, last] += dleaving.sum(1) + dtotal
+            dexponent += dtotal[:, None]
             dpush = dkept.mul_(chunk.leaving[..., None]).add_(dpush)
             carry.mul_(_grouped(chunk.total, groups)[:, :, None, :, None])
             carry += (chunk.C.mT @ decayed).view(carry.shape)
 
-            dexponent = _running(dsums.transpose(1, 2), not reverse).transpose(1, 2)
             dstep = (dpush * chunk.x).sum(-1) + dexponent * part.A
             sums.A.add_((dexponent * chunk.step).sum((0, 1)))
             dx = dpush.mul_(chunk.step[..., None])

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from support import assert_close, gradcheck, gradients
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from brickwork.kernels import bidirectional_scan as bidirectional_scan_module
 from brickwork.kernels import selective_scan_cpu
 from brickwork.kernels.backend import BackendUnavailable, prefer
 from brickwork.kernels.bidirectional_scan import ScanInputs, bidirectional_scan
@@ -158,6 +159,13 @@ def test_threads_change_nothing():
         torch.set_num_threads(before)
     for a, b in zip([*one[0], *one[1]], [*three[0], *three[1]]):
         assert torch.equal(a, b)
+
+
+def test_auto_leaves_the_choice_on_a_gpu_to_the_scan(monkeypatch):
+    scan, two, floats = problem(1, 5, 3, 2)
+    monkeypatch.setattr(bidirectional_scan_module, "_why_not_cpu", lambda *_, **__: "not here")
+    monkeypatch.setattr(bidirectional_scan_module, "_why_not_triton", lambda *_: None)
+    torch.testing.assert_close(scan("auto")(*floats), two(*floats))
 
 
 def test_errors():

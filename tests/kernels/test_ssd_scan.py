@@ -392,3 +392,24 @@ def test_errors():
         ssd_scan(x, delta, A, B, C, seq_ids=delta[..., 0])
     with pytest.raises(BackendUnavailable, match="ssd_scan has no backend 'grouped'"):
         ssd_scan(x, delta, A, B, C, backend="grouped")
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_gradients_beside_a_step_that_dwarfs_the_others(reverse):
+    """The gradients of A and of the steps around one that is 3e8 times as large: none may be lost
+    in a difference of sums that hold those of the large one."""
+    x, _, A, B, C, *_ = make(B=1, T=40)
+    delta = torch.full(x.shape[:3], 1e-3)
+    delta[:, 20] = 3e5
+
+    def run(scan, dtype, **where):
+        leaves = [t.float().to(dtype).requires_grad_() for t in (x, delta, A, B, C)]
+        y = scan(*leaves, reverse=reverse, **where).y
+        return torch.autograd.grad(y.sum(), leaves)
+
+    found = run(ssd_scan, torch.float32, backend="chunked")
+    expected = run(ssd_scan_reference, torch.float64)
+    for a, e in zip(found, expected):
+        assert_close(a, e, terms=40 * 24)
+    small = torch.arange(40) != 20
+    assert_close(found[1][:, small], expected[1][:, small], terms=40 * 24)

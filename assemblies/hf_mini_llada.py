@@ -10,7 +10,7 @@ from brickwork.assemblies.hf_config import MiniLLaDAHFConfig
 from brickwork.assemblies.hf_model import AssemblyModel
 from brickwork.assemblies.inputs import check_mask, embed
 from brickwork.assemblies.mini_llada import MiniLLaDA
-from brickwork.assemblies.targets import check_noise, maskable_tokens
+from brickwork.assemblies.targets import noised
 from brickwork.blocks.masked_diffusion import MaskedDiffusion, Noise
 from brickwork.blocks.norm import RMSNorm
 
@@ -114,18 +114,16 @@ class MiniLLaDAForMaskedLM(MiniLLaDAPreTrainedModel):
                 tokens are masked here, not by a collator.
             noise: the masked copy to score, instead of a new draw.
         """
-        ids = input_ids
-        if labels is not None:
-            if input_ids is None:
-                raise ValueError("labels need input_ids: they are what is masked and predicted")
-            maskable = maskable_tokens(labels, input_ids)
-            mask = check_mask("attention_mask", attention_mask, input_ids)
-            maskable = maskable if mask is None else maskable & mask
-            drawn = self.diffusion.noise(input_ids, maskable) if noise is None else noise
-            noise = check_noise(drawn, input_ids, maskable)
-            ids = noise.noisy_ids
-        elif noise is not None:
-            raise ValueError("noise needs labels: without them input_ids are taken as they are")
+        noise, _ = noised(
+            self.diffusion,
+            input_ids,
+            labels,
+            attention_mask=attention_mask,
+            seq_ids=None,
+            noise=noise,
+            generator=None,
+        )
+        ids = input_ids if noise is None else noise.noisy_ids
         out = self.network(
             input_ids=ids,
             attention_mask=attention_mask,

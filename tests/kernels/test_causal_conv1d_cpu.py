@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import CONV_OPTIONS, ConvProblem
 from support import assert_close, gradients
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -16,34 +17,12 @@ pytestmark = pytest.mark.skipif(
     reason=str(causal_conv1d_cpu.unavailable_here()),
 )
 
-OPTIONS = ("bias", "initial_state", "mask", "seq_ids")
-ALL = frozenset(OPTIONS)
+ALL = frozenset(CONV_OPTIONS)
 CHANNELS = [1, 3, 15, 16, 17, 33]  # around the vectors of 4, 8 and 16
 WIDTHS = [1, 2, 3, 4, 5, 7]
 
 
-class Problem:
-    """Random arguments of a convolution; `run(backend)` is it as a function of `floats`."""
-
-    def __init__(self, B, T, C, W, options=ALL, *, activation="silu", reverse=False):
-        self.terms = B * T + W  # the gradient of a weight is the longest sum
-        self.flags = {"activation": activation, "reverse": reverse}
-        if "mask" in options:
-            self.flags["mask"] = torch.rand(B, T) > 0.2
-        if "seq_ids" in options:
-            self.flags["seq_ids"] = (torch.rand(B, T) > 0.8).cumsum(1)
-        shapes = {"bias": (C,), "initial_state": (B, C, W - 1)}
-        self.names = [name for name in shapes if name in options]
-        self.floats = [torch.randn(B, T, C), torch.randn(C, W)]
-        self.floats += [torch.randn(shapes[name]) for name in self.names]
-
-    def run(self, backend):
-        def run(x, weight, *others):
-            named = dict(zip(self.names, others))
-            return causal_conv1d(x, weight, **named, **self.flags, backend=backend)
-
-        return run
-
+class Problem(ConvProblem):
     def check(self, dtypes=(torch.float32, torch.float64)):
         """Values and every gradient in each dtype against the float64 reference."""
         values, grads = gradients(self.run("torch"), [t.double() for t in self.floats])
@@ -81,7 +60,7 @@ def test_channels(C):
     T=st.integers(1, 30),
     C=st.sampled_from(CHANNELS),
     W=st.sampled_from(WIDTHS),
-    options=st.sets(st.sampled_from(OPTIONS)),
+    options=st.sets(st.sampled_from(CONV_OPTIONS)),
     activation=st.sampled_from([None, "silu"]),
     reverse=st.booleans(),
     block=st.sampled_from([1, 2, 7, 256]),

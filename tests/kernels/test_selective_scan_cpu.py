@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import SCAN_OPTIONS, ScanProblem
 from support import assert_close, gradients
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -17,45 +18,15 @@ pytestmark = pytest.mark.skipif(
     reason=str(selective_scan_cpu.unavailable_here()),
 )
 
-OPTIONS = ("D", "z", "delta_bias", "initial_state", "mask", "seq_ids")
-ALL = frozenset(OPTIONS)
+ALL = frozenset(SCAN_OPTIONS)
 # around the vectors (4, 8, 16 channels), the blocks (4 states), the tiles (64 channels)
 SIZES = [(1, 1, 1), (3, 2, 1), (15, 3, 1), (16, 4, 2), (17, 5, 1), (66, 16, 2), (130, 17, 1)]
 # around the chunks: 64 tokens up to N = 16
 LENGTHS = [1, 2, 3, 15, 16, 17, 63, 64, 65, 129]
 
 
-class Problem:
-    """Random arguments of a scan; `scan(backend)` is it as a function of `floats`."""
-
-    def __init__(self, B, T, E, N, G, options=ALL, *, softplus=True, reverse=False):
-        self.terms = max(T, N)  # the memory of a state, and the states behind a result
-        self.flags = {"softplus": softplus, "reverse": reverse}
-        if "mask" in options:
-            self.flags["mask"] = torch.rand(B, T) > 0.2
-        if "seq_ids" in options:
-            self.flags["seq_ids"] = (torch.rand(B, T) > 0.9).cumsum(1)
-        delta = torch.randn(B, T, E)
-        self.floats = [
-            torch.randn(B, T, E),
-            delta if softplus else delta.abs(),
-            -torch.rand(E, N) * 3,
-            torch.randn(B, T, G, N) if G > 1 else torch.randn(B, T, N),
-            torch.randn(B, T, G, N) if G > 1 else torch.randn(B, T, N),
-        ]
-        shapes = {"D": (E,), "z": (B, T, E), "delta_bias": (E,), "initial_state": (B, E, N)}
-        self.names = [name for name in shapes if name in options]
-        options = {name: torch.randn(shapes[name]) for name in self.names}
-        if "delta_bias" in options and not softplus:  # a negative step makes the states grow
-            options["delta_bias"].abs_()
-        self.floats += options.values()
-
-    def scan(self, backend):
-        def run(*floats):
-            named = dict(zip(self.names, floats[5:]))
-            return selective_scan(*floats[:5], **named, **self.flags, backend=backend)
-
-        return run
+class Problem(ScanProblem):
+    starts = 0.1
 
     def check(self, dtypes=(torch.float32, torch.float64)):
         """Values and every gradient in each dtype against the float64 reference."""
@@ -95,7 +66,7 @@ def test_many_states():
 @given(
     T=st.integers(1, 140),
     size=st.sampled_from(SIZES),
-    options=st.sets(st.sampled_from(OPTIONS)),
+    options=st.sets(st.sampled_from(SCAN_OPTIONS)),
     softplus=st.booleans(),
     reverse=st.booleans(),
 )
@@ -104,7 +75,7 @@ def test_every_combination(T, size, options, softplus, reverse):
     Problem(1, T, *size, options, softplus=softplus, reverse=reverse).check()
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", SCAN_OPTIONS)
 def test_single_options(option):
     Problem(2, 67, 17, 5, 1, {option}).check()
     Problem(2, 67, 17, 5, 1, ALL - {option}, reverse=True).check()

@@ -5,39 +5,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreter import assert_well_behaved, count_bytes, sparse_tensor
+from problems import CONV_OPTIONS, ConvProblem
 from support import assert_close, assert_same_function, gradients
 
 from brickwork.kernels import causal_conv1d_triton as launches
 from brickwork.kernels.backend import BackendUnavailable, prefer
 from brickwork.kernels.causal_conv1d import causal_conv1d
 
-OPTIONS = ("bias", "initial_state", "mask", "seq_ids")
-ALL = frozenset(OPTIONS)
+ALL = frozenset(CONV_OPTIONS)
 HALVES = [torch.bfloat16, torch.float16]
 
 
-class Problem:
-    """Random arguments of a convolution; `run(backend)` is it as a function of `floats`."""
-
-    def __init__(self, B, T, C, W, options=ALL, *, activation="silu", reverse=False):
-        self.terms = B * T + W  # the gradient of a weight is the longest sum
-        self.flags = {"activation": activation, "reverse": reverse}
-        if "mask" in options:
-            self.flags["mask"] = torch.rand(B, T) > 0.2
-        if "seq_ids" in options:
-            self.flags["seq_ids"] = (torch.rand(B, T) > 0.8).cumsum(1)
-        shapes = {"bias": (C,), "initial_state": (B, C, W - 1)}
-        self.names = [name for name in shapes if name in options]
-        self.floats = [torch.randn(B, T, C), torch.randn(C, W)]
-        self.floats += [torch.randn(shapes[name]) for name in self.names]
-
-    def run(self, backend):
-        def run(x, weight, *others):
-            named = dict(zip(self.names, others))
-            return causal_conv1d(x, weight, **named, **self.flags, backend=backend)
-
-        return run
-
+class Problem(ConvProblem):
     def check(self):
         assert_same_function(self.run("triton"), self.run("torch"), self.floats, terms=self.terms)
 
@@ -60,7 +39,7 @@ def test_channels(C):
 @given(
     T=st.integers(1, 12),
     W=st.sampled_from([1, 2, 3, 4, 6]),
-    options=st.sets(st.sampled_from(OPTIONS)),
+    options=st.sets(st.sampled_from(CONV_OPTIONS)),
     activation=st.sampled_from([None, "silu"]),
     reverse=st.booleans(),
     tokens=st.sampled_from([1, 2, 5, 16]),

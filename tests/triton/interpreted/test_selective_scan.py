@@ -5,14 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreter import assert_well_behaved, count_bytes, sparse_tensor
+from problems import SCAN_OPTIONS, ScanProblem
 from support import assert_close, assert_same_function, gradients
 
 from brickwork.kernels import selective_scan_triton as launches
 from brickwork.kernels.backend import BackendUnavailable, prefer
 from brickwork.kernels.selective_scan import selective_scan
 
-OPTIONS = ("D", "z", "delta_bias", "initial_state", "mask", "seq_ids")
-ALL = frozenset(OPTIONS)
+ALL = frozenset(SCAN_OPTIONS)
 HALVES = [torch.bfloat16, torch.float16]
 CHUNK = 4
 
@@ -31,38 +31,7 @@ def segments(request, monkeypatch):
     monkeypatch.setattr(launches, "_ENOUGH", 0 if request.param == "one segment" else 4)
 
 
-class Problem:
-    """Random arguments of a scan; `scan(backend)` is it as a function of `floats`."""
-
-    def __init__(self, B, T, E, N, G=1, options=ALL, *, softplus=True, reverse=False):
-        self.terms = max(T, N)  # the memory of a state, and the states behind a result
-        self.flags = {"softplus": softplus, "reverse": reverse}
-        if "mask" in options:
-            self.flags["mask"] = torch.rand(B, T) > 0.2
-        if "seq_ids" in options:
-            self.flags["seq_ids"] = (torch.rand(B, T) > 0.8).cumsum(1)
-        delta = torch.randn(B, T, E)
-        self.floats = [
-            torch.randn(B, T, E),
-            delta if softplus else delta.abs(),
-            -torch.rand(E, N) * 3,
-            torch.randn(B, T, G, N) if G > 1 else torch.randn(B, T, N),
-            torch.randn(B, T, G, N) if G > 1 else torch.randn(B, T, N),
-        ]
-        shapes = {"D": (E,), "z": (B, T, E), "delta_bias": (E,), "initial_state": (B, E, N)}
-        self.names = [name for name in shapes if name in options]
-        options = {name: torch.randn(shapes[name]) for name in self.names}
-        if "delta_bias" in options and not softplus:  # a negative step makes the states grow
-            options["delta_bias"].abs_()
-        self.floats += options.values()
-
-    def scan(self, backend):
-        def run(*floats):
-            named = dict(zip(self.names, floats[5:]))
-            return selective_scan(*floats[:5], **named, **self.flags, backend=backend)
-
-        return run
-
+class Problem(ScanProblem):
     def check(self):
         assert_same_function(self.scan("triton"), self.scan("torch"), self.floats, terms=self.terms)
 
@@ -88,7 +57,7 @@ def test_sizes(size):
 @given(
     T=st.integers(1, 9),
     G=st.sampled_from([1, 2]),
-    options=st.sets(st.sampled_from(OPTIONS)),
+    options=st.sets(st.sampled_from(SCAN_OPTIONS)),
     softplus=st.booleans(),
     reverse=st.booleans(),
     enough=st.sampled_from([0, 4]),

@@ -108,7 +108,7 @@ def experts_backward(
     """The gradients of x, gate_up, down and weights; those not wanted are empty."""
     groups = sort_by_expert(indices, len(gate_up), order)
     with autocast_off(x):
-        by_mm = grouped_mm_reaches(x, gate_up, down, indices)
+        by_mm = x.device.type != "cpu" and grouped_mm_reaches(x, gate_up, down, indices)
         run = backward_by_grouped_mm if by_mm else backward_by_expert
         weight = weights.reshape(-1)[order].to(compute_dtype(x))
         rows, grad_gate_up, grad_down, grad_weight = run(

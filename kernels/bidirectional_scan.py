@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from brickwork.kernels.backend import choose, compute_dtype, unavailable
+from brickwork.kernels.backend import choose, compute_dtype
 from brickwork.kernels.checks import check_shapes
 from brickwork.kernels.selective_scan import check_scan, selective_scan, selective_scan_reference
 from brickwork.kernels.sequences import check_mask, check_seq_ids, sequence_starts, why_not_plain
@@ -124,9 +124,7 @@ def _one_way(scan: Any, inputs: ScanInputs, **options: Any) -> Tensor:
 
 
 def _why_not_triton(*tensors: Tensor | None) -> str | None:
-    if reason := unavailable("triton.language"):
-        return reason
-    from brickwork.kernels.bidirectional_scan_triton import why_not
+    from brickwork.kernels.triton_support import why_not
 
     return why_not(*tensors)
 

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from brickwork.kernels.bidirectional_scan import ScanInputs
 from brickwork.kernels.selective_scan import selective_scan
-from brickwork.kernels.selective_scan_triton import why_not
 from brickwork.kernels.triton_support import unavailable_here
 
-__all__ = ["bidirectional_scan_triton", "unavailable_here", "why_not"]
+__all__ = ["bidirectional_scan_triton", "unavailable_here"]
 
 
 def bidirectional_scan_triton(forward: ScanInputs, backward: ScanInputs, **options: Any) -> Tensor:

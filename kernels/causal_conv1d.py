@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from brickwork.kernels.backend import (
-    autocast_off,
-    choose,
-    compute_dtype,
-    unavailable,
-    why_not_opaque,
-)
+from brickwork.kernels.backend import autocast_off, choose, compute_dtype, why_not_opaque
 from brickwork.kernels.checks import check_flag, check_floating, check_one_of, check_shapes
 from brickwork.kernels.sequences import (
     check_mask,
@@ -29,6 +23,7 @@ from brickwork.kernels.sequences import (
 )
 
 Activation = Literal["silu"] | None
+WIDEST_IN_TRITON = 8  # the window and its gradients must fit the registers
 
 
 class CausalConv1dOutput(NamedTuple):
@@ -134,12 +129,12 @@ def _why_not_cpu(x: Tensor) -> str | None:
     return why_not(x)
 
 
-def _why_not_triton(*tensors: Any) -> str | None:
-    if reason := unavailable("triton.language"):
-        return reason
-    from brickwork.kernels.causal_conv1d_triton import why_not
+def _why_not_triton(x: Tensor, weight: Tensor, *others: Tensor | None) -> str | None:
+    from brickwork.kernels.triton_support import why_not
 
-    return why_not(*tensors)
+    if weight.shape[1] > WIDEST_IN_TRITON:
+        return f"it takes widths up to {WIDEST_IN_TRITON}, got {weight.shape[1]}"
+    return why_not(x, weight, *others)
 
 
 def _why_not_package(*tensors: Any) -> str | None:

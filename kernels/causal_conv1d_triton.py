@@ -34,19 +34,9 @@ from brickwork.kernels.triton_support import (
 )
 from brickwork.kernels.triton_support import unavailable_here as unavailable_here
 
-WIDEST = 8  # the window and its gradients must fit the registers
 _TOKENS = 16  # least that a program walks along
 _PROGRAMS = 8  # wanted for each multiprocessor
 _UNROLL = 4  # tokens whose loads are in flight together
-
-
-def why_not(
-    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None
-) -> str | None:
-    """Why the kernels cannot run on these checked arguments now, or None."""
-    if weight.shape[1] > WIDEST:
-        return f"it takes widths up to {WIDEST}, got {weight.shape[1]}"
-    return triton_support.why_not(x, weight, bias, initial_state)
 
 
 def causal_conv1d_triton(

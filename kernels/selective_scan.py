@@ -11,13 +11,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from brickwork.kernels.backend import (
-    autocast_off,
-    choose,
-    compute_dtype,
-    unavailable,
-    why_not_opaque,
-)
+from brickwork.kernels.backend import autocast_off, choose, compute_dtype, why_not_opaque
 from brickwork.kernels.checks import check_flag, check_floating, check_shapes
 from brickwork.kernels.sequences import (
     check_mask,
@@ -144,9 +138,7 @@ def _why_not_cpu(x: Tensor) -> str | None:
 
 
 def _why_not_triton(*tensors: Tensor | None) -> str | None:
-    if reason := unavailable("triton.language"):
-        return reason
-    from brickwork.kernels.selective_scan_triton import why_not
+    from brickwork.kernels.triton_support import why_not
 
     return why_not(*tensors)
 

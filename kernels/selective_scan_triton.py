@@ -48,11 +48,6 @@ _REGISTERS = 255  # of a thread backward: left alone, the compiler would rather 
 _COMBINED = 256  # states of a program of the small pass
 
 
-def why_not(*tensors: Tensor | None) -> str | None:
-    """Why the kernels cannot run on these checked arguments now, or None."""
-    return triton_support.why_not(*tensors)
-
-
 def selective_scan_triton(
     x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None,
     z: Tensor | None, delta_bias: Tensor | None, softplus: bool, reverse: bool,

@@ -61,6 +61,21 @@ print(json.dumps(sorted(set(sys.modules) - before)))
     assert {name.split(".")[0] for name in new} <= {"brickwork", "einops"}
 
 
+def test_on_a_cpu_choosing_a_backend_imports_no_kernels_for_gpus(tmp_path):
+    """Where there is no compiler either, every backend is asked why it cannot run."""
+    code = """
+import os, sys
+os.environ.update(BRICKWORK_BUILD="0", BRICKWORK_CACHE="nothing")
+import torch
+from brickwork.blocks import BiMamba, Mamba2
+x = torch.randn(1, 5, 16)
+for block in (BiMamba(16), Mamba2(16, d_state=4, head_dim=8)):
+    block(x).sum().backward()
+print([name for name in sys.modules if name.startswith("brickwork") and "_triton" in name])
+"""
+    assert run(code, tmp_path).strip() == "[]"
+
+
 def test_importing_changes_no_setting(tmp_path):
     code = """
 import os, random, sys, warnings

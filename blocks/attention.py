@@ -192,13 +192,13 @@ class Attention(nn.Module):
         )
         dropout = self.dropout if self.training else 0.0
         y_BTHD = grouped_attention(q_BTHD, k_BSGD, entries.values, visible, dropout=dropout)
-        return self.o_proj(rearrange(y_BTHD, "b t h d -> b t (h d)"))
+        return self.o_proj(y_BTHD.flatten(2))
 
     def _project(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.q_proj(x_BTC), self.k_proj(x_BTC), self.v_proj(x_BTC)
         if self.q_norm is not None and self.k_norm is not None and self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (rearrange(a, "b t (h d) -> b t h d", d=self.head_dim) for a in (q, k, v))
+        q, k, v = (a.unflatten(-1, (-1, self.head_dim)) for a in (q, k, v))
         later = self.rope is not None and not self.rope.length_dependent  # with the rotation
         if self.q_norm is not None and self.k_norm is not None and self.qk_norm == "head":
             q, k = (q, k) if later else (self.q_norm(q), self.k_norm(k))
@@ -271,8 +271,8 @@ def grouped_attention(
     if fold:  # the heads of a group as so many queries: nothing is copied
         q = rearrange(q_BTHD, "b t (g r) d -> b g (t r) d", r=repeats)
     else:
-        q = rearrange(q_BTHD, "b t h d -> b h t d")
-    k, v = (rearrange(a, "b s g d -> b g s d") for a in (k_BSGD, v_BSGD))
+        q = q_BTHD.transpose(1, 2)
+    k, v = k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2)
     if repeats > 1 and not fold and not gqa:
         k, v = (repeat(a, "b g s d -> b (g r) s d", r=repeats) for a in (k, v))
     y = nn.functional.scaled_dot_product_attention(
@@ -282,7 +282,7 @@ def grouped_attention(
         y = rearrange(y, "b g (t r) d -> b (g r) t d", r=repeats)
     if seen is not None:
         y = y.masked_fill(~seen, 0.0)
-    return rearrange(y, "b h t d -> b t h d")
+    return y.transpose(1, 2)
 
 
 def _gqa_is_fused(q: Tensor, mask: Tensor | None) -> bool:

@@ -91,7 +91,7 @@ def choose(op: str, backend: str, **reasons: Callable[[], str | None]) -> str:
         if _preferred in reasons and reasons[_preferred]() is None:
             return _preferred
         for name, reason in reasons.items():
-            if not (name == "triton" and triton_interprets()) and reason() is None:
+            if reason() is None and not (name == "triton" and triton_interprets()):
                 return name
         return "torch"
     if backend not in BACKENDS:

@@ -35,6 +35,8 @@ def why_not(*tensors: Tensor | None, dtypes: tuple[torch.dtype, ...] = DTYPES) -
     """
     given = [t for t in tensors if t is not None]
     device = given[0].device
+    if device.type == "cpu" and not triton_interprets():  # first, as every call on a CPU asks
+        return "it takes tensors on a GPU, got cpu (TRITON_INTERPRET=1 runs kernels there, slowly)"
     for tensor in given:
         if tensor.device != device:
             return f"its tensors must be on one device, got {device} and {tensor.device}"
@@ -47,12 +49,8 @@ def why_not(*tensors: Tensor | None, dtypes: tuple[torch.dtype, ...] = DTYPES) -
         reason = _why_not_gpu(device.index or 0)
     elif device.type != "cpu":
         reason = f"it takes tensors on a GPU, got {device.type}"
-    elif triton_interprets():
-        reason = None
     else:
-        reason = (
-            "it takes tensors on a GPU, got cpu (TRITON_INTERPRET=1 runs kernels there, slowly)"
-        )
+        reason = None
     return reason or unavailable("triton.language") or why_not_opaque()
 
 

@@ -84,7 +84,9 @@ def test_the_op_exports_without_complex_numbers():
         value = node.meta.get("val")
         assert not (isinstance(value, torch.Tensor) and value.is_complex())
     for actual, layout in zip(program.module()(x, positions), LAYOUTS):
-        assert torch.equal(actual, rope(x, positions, inv_freq=frequencies(8), layout=layout))
+        options = {"inv_freq": frequencies(8), "layout": layout}
+        assert torch.equal(actual, rope(x, positions, **options, backend="torch"))
+        assert_close(actual, rope(x, positions, **options))
 
 
 @given(shape=SHAPES, part=st.sampled_from([0.5, 1.0]))
@@ -92,7 +94,7 @@ def test_layouts_are_equal_after_a_permutation_of_channels(shape, part):
     """R6, D2 #42."""
     x, positions = torch.randn(shape), torch.randint(0, 50, shape[:2])
     rotary_dim = max(2, int(shape[3] * part) // 2 * 2)
-    options = {"inv_freq": frequencies(rotary_dim), "rotary_dim": rotary_dim}
+    options = {"inv_freq": frequencies(rotary_dim), "rotary_dim": rotary_dim, "backend": "torch"}
 
     def to(layout, x):  # channels of one head as rows
         rows = x.movedim(-1, 0)
@@ -323,4 +325,6 @@ def test_the_specification_is_the_two_forms():
     for layout, form in forms.items():
         y = rope_reference(x, positions, inv_freq=inv_freq, layout=layout)
         assert torch.equal(y, form(x, positions, inv_freq=inv_freq))
-        assert torch.equal(y, rope(x, positions, inv_freq=inv_freq, layout=layout))
+        options = {"inv_freq": inv_freq, "layout": layout}
+        assert torch.equal(y, rope(x, positions, **options, backend="torch"))
+        assert_close(rope(x, positions, **options), y)

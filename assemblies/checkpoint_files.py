@@ -47,7 +47,7 @@ def save_checkpoint(
         ValueError: `max_shard_bytes` below 1.
         OSError: the disk is full, or `folder` cannot be written.
     """
-    safetensors = _safetensors()
+    safetensors = import_safetensors()
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
     folder = Path(folder)
@@ -212,7 +212,7 @@ class _Files(Mapping[str, Tensor]):
     def __init__(
         self, stack: contextlib.ExitStack, folder: Path, layout: str, save_id: str | None
     ) -> None:
-        safetensors = _safetensors()
+        safetensors = import_safetensors()
         listed: Any = {}
         ids: set[str | None] = set() if save_id is None else {save_id}
         if layout == INDEX_FILE:
@@ -250,7 +250,7 @@ class _Files(Mapping[str, Tensor]):
         return len(self._home)
 
 
-def _safetensors() -> Any:
+def import_safetensors() -> Any:
     try:
         import safetensors.torch
     except ImportError as error:

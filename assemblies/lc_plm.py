@@ -11,15 +11,14 @@ from brickwork.assemblies.assembly import Assembly
 from brickwork.assemblies.checkpoint import Rename
 from brickwork.assemblies.inputs import check_mask, embed
 from brickwork.assemblies.lc_plm_config import LCPLMConfig
+from brickwork.assemblies.lc_plm_mixer import mixer
 from brickwork.assemblies.outputs import LCPLMOutput
-from brickwork.blocks.attention import Attention
-from brickwork.blocks.bimamba import BiMamba
-from brickwork.blocks.mamba1 import Mamba1
-from brickwork.blocks.mamba2 import Mamba2
 from brickwork.blocks.norm import AddNorm
-from brickwork.blocks.rope import RoPE
 from brickwork.blocks.swiglu import SwiGLU
 from brickwork.kernels.cross_entropy import token_cross_entropy
+
+# Python warns when a module that its package imports is run by `python -m`, unless it has a path.
+__path__: list[str] = []
 
 _LAYER = "bimamba.backbone.layers.{i}"
 
@@ -34,7 +33,7 @@ class Block(nn.Module):
     def __init__(self, config: LCPLMConfig, index: int) -> None:
         super().__init__()
         self.norm = AddNorm(config.d_model, **config.norm_options())
-        self.mixer = _mixer(config, index)
+        self.mixer = mixer(config, index)
         self.norm2 = (
             AddNorm(config.d_model, **config.norm_options()) if config.d_intermediate else None
         )
@@ -139,11 +138,7 @@ class LCPLM(Assembly):
         return LCPLMOutput(logits, hidden, loss, hidden_states)
 
 
-def _mixer(config: LCPLMConfig, index: int) -> nn.Module:
-    if index in (config.attn_layer_idx or []):
-        rope = RoPE(**options) if (options := config.rope_options()) else None
-        return Attention(config.d_model, rope=rope, **config.attention_options())
-    mixer = Mamba1 if config.mixer_name() == "Mamba1" else Mamba2
-    if not config.bidirectional:
-        return mixer(config.d_model, **config.mixer_options())
-    return BiMamba(config.d_model, mixer=mixer, **config.bimamba_options())
+if __name__ == "__main__":
+    from brickwork.assemblies.lc_plm_cli import main
+
+    main()

@@ -57,15 +57,15 @@ def test_embeddings_are_means_over_residues_whatever_the_batch():
     """P4"""
     model = tiny()
     sequences = ["MKV", "M", "LAGVSERTIDPK", "MKVLA", "M"]
-    found = embed_proteins(model, sequences, batch_size=2)
+    found = embed_proteins(model, sequences, max_tokens=28)
     for i, sequence in enumerate(sequences):
         hidden = model(tokenize([sequence]).input_ids).last_hidden_state[0, 1:-1]
         assert_close(found[i], hidden.mean(0), terms=256)
     assert not found.requires_grad
     with pytest.raises(ValueError, match="sequence 1 is empty"):
         embed_proteins(model, ["M", ""])
-    with pytest.raises(ValueError, match="batch_size must be an integer of at least 1, got 0"):
-        embed_proteins(model, ["M"], batch_size=0)
+    with pytest.raises(ValueError, match="max_tokens must be an integer of at least 3, got 0"):
+        embed_proteins(model, ["M"], max_tokens=0)
 
 
 class _LargestBatch(TorchDispatchMode):
@@ -82,13 +82,13 @@ class _LargestBatch(TorchDispatchMode):
 
 def test_a_long_protein_pads_its_own_batch_only():
     with _LargestBatch() as largest:
-        embed_proteins(tiny(), ["M"] * 30 + ["MKVLAGSERT" * 10], batch_size=2)
-    assert largest.tokens <= 2 * 102
+        embed_proteins(tiny(), ["M"] * 30 + ["MKVLAGSERT" * 10], max_tokens=102)
+    assert largest.tokens <= 102
 
 
 def test_masked_log_probs_mask_one_residue_each():
     model = tiny()
-    found = masked_log_probs(model, "MKVLA", batch_size=2)
+    found = masked_log_probs(model, "MKVLA", max_tokens=28)
     assert found.shape == (5, 33)
     for i, masked in enumerate(["<mask>KVLA", "M<mask>VLA", "MK<mask>LA"]):
         logits = model(tokenize([masked]).input_ids).logits[0, i + 1]

@@ -17,6 +17,7 @@ from brickwork.kernels.sequences import (
     check_mask,
     check_seq_ids,
     scan_order,
+    scan_ranks,
     sequence_starts,
     take_tokens,
     why_not_plain,
@@ -171,7 +172,7 @@ def causal_conv1d_reference(
             together = take_tokens(x.masked_fill(~mask[..., None], 0), order)
             starts = None if starts is None else starts.gather(1, order)
             y = _convolve(together, weight, bias, initial_state, starts, activation, False)
-            y = take_tokens(y, order.argsort(1)).masked_fill(~mask[..., None], 0)
+            y = take_tokens(y, scan_ranks(mask, reverse=reverse)).masked_fill(~mask[..., None], 0)
     return CausalConv1dOutput(y, final)
 
 

@@ -5,6 +5,7 @@ B batch, T tokens, E channels, N state, G groups of B and C.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from brickwork.kernels.backend import autocast_off, choose, compute_dtype, why_not_opaque
 from brickwork.kernels.checks import check_flag, check_floating, check_shapes
+from brickwork.kernels.recurrence import recur
 from brickwork.kernels.sequences import (
     check_mask,
     check_seq_ids,
@@ -167,7 +169,7 @@ def selective_scan_reference(
 ) -> SelectiveScanOutput:
     """The specification of `selective_scan`: one step after the other."""
     dtype = compute_dtype(x, delta, A, B, C, D, z, delta_bias, initial_state)
-    T, N = x.shape[1], A.shape[1]
+    N = A.shape[1]
     starts = sequence_starts(seq_ids, mask, reverse=reverse)
     with autocast_off(x):
         wide, delta, B, C = (t.to(dtype) for t in (x, delta, B, C))
@@ -179,21 +181,30 @@ def selective_scan_reference(
         B, C = (t.unsqueeze(2) if t.dim() == 3 else t for t in (B, C))
         G = B.shape[2]
         decay_rate = rearrange(A.to(dtype), "(g k) n -> g k n", g=G)
-        grouped_step = rearrange(step, "b t (g k) -> b t g k 1", g=G)
-        push = rearrange(step * wide, "b t (g k) -> b t g k 1", g=G)
+        inputs = [
+            rearrange(step, "b t (g k) -> b t g k 1", g=G),
+            rearrange(step * wide, "b t (g k) -> b t g k 1", g=G),
+            rearrange(B, "b t g n -> b t g 1 n"),
+            rearrange(C, "b t g n -> b t g 1 n"),
+        ]
+        if starts is not None:
+            inputs.append(rearrange(starts, "b t -> b t 1 1 1"))
         if initial_state is None:
-            state = push.new_zeros(x.shape[0], *decay_rate.shape)
+            state = wide.new_zeros(x.shape[0], *decay_rate.shape)
         else:
             state = rearrange(initial_state.to(dtype), "b (g k) n -> b g k n", g=G)
-        outputs = []
-        for t in reversed(range(T)) if reverse else range(T):
-            if starts is not None:
-                state = state.masked_fill(starts[:, t, None, None, None], 0)
-            state = torch.exp(grouped_step[:, t] * decay_rate) * state
-            state = state + push[:, t] * B[:, t, :, None, :]
-            outputs.append((state * C[:, t, :, None, :]).sum(-1).flatten(1))
-        in_order = outputs[::-1] if reverse else outputs
-        y = torch.stack(in_order, 1) if T else torch.zeros_like(wide)
+
+        def token(state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+            step, push, B, C, *start = (t[:, 0] for t in inputs)
+            state = state.masked_fill(start[0], 0) if start else state
+            state = torch.exp(step * decay_rate) * state + push * B
+            return state, (state * C).sum(-1)[:, None]
+
+        if x.shape[1]:
+            state, y = recur(token, state, inputs, axis=1, size=1, reverse=reverse)
+            y = y.flatten(2)
+        else:
+            y = torch.zeros_like(wide)
         if D is not None:
             y = y + D.to(dtype) * wide
         if z is not None:

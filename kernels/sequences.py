@@ -79,15 +79,27 @@ def last_real(mask: Tensor) -> Tensor:
     return torch.nn.functional.pad(latest[:, :-1], (1, 0), value=-1)
 
 
+def scan_ranks(mask: Tensor, *, reverse: bool = False) -> Tensor:
+    """(B, T), each token's place when the real tokens come first, in scan order, then the others.
+
+    >>> scan_ranks(torch.tensor([[True, False, True]]), reverse=True)
+    tensor([[1, 2, 0]])
+    """
+    if reverse:
+        return scan_ranks(mask.flip(1)).flip(1)
+    so_far = mask.long().cumsum(1)  # no sort: ONNX has no stable one
+    behind = so_far[:, -1:] + torch.arange(mask.shape[1], device=mask.device) - so_far
+    return torch.where(mask, so_far - 1, behind)
+
+
 def scan_order(mask: Tensor, *, reverse: bool = False) -> Tensor:
     """(B, T), the indices of the real tokens in scan order, then those of the others.
 
     >>> scan_order(torch.tensor([[True, False, True]]), reverse=True)
     tensor([[2, 0, 1]])
     """
-    padding = ~mask.flip(1) if reverse else ~mask
-    order = padding.sort(dim=1, stable=True).indices
-    return mask.shape[1] - 1 - order if reverse else order
+    index = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+    return torch.zeros_like(index).scatter(1, scan_ranks(mask, reverse=reverse), index)
 
 
 def take_tokens(tensor: Tensor, index: Tensor) -> Tensor:
@@ -96,5 +108,8 @@ def take_tokens(tensor: Tensor, index: Tensor) -> Tensor:
 
 
 def why_not_plain(x: Tensor) -> str | None:
-    """None for one token, as in decoding, where plain operators are the fastest; else a reason."""
-    return None if x.shape[1] == 1 else "another backend is faster for more than one token"
+    """None for one token, as in decoding, where plain operators are the fastest, and in an exported
+    program, which consists of them and must not ask for the length; else a reason."""
+    if torch.compiler.is_exporting() or x.shape[1] == 1:
+        return None
+    return "another backend is faster for more than one token"

@@ -5,6 +5,7 @@ B batch, T tokens, H heads, P width of a head, G groups of B and C, N state, Q t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from brickwork.kernels.backend import autocast_off, choose, compute_dtype, why_not_opaque
 from brickwork.kernels.checks import check_flag, check_floating, check_integer, check_shapes
+from brickwork.kernels.recurrence import recur
 from brickwork.kernels.selective_scan import keep_real, step_sizes
 from brickwork.kernels.sequences import (
     check_mask,
@@ -154,7 +156,7 @@ def ssd_scan_reference(
     `y_i = exp(Σ a_k up to i) S C_i + Σ_{j ≤ i} L_ij (C_i · B_j) Δ_j x_j`, S the state before it.
     """
     dtype = compute_dtype(x, delta, A, B, C, D, z, delta_bias, initial_state)
-    T, H, G = x.shape[1], x.shape[2], B.shape[2]
+    H, G = x.shape[2], B.shape[2]
     Q = chunk_size or CHUNK
     starts = sequence_starts(seq_ids, mask, reverse=reverse)
     with autocast_off(x):
@@ -171,20 +173,23 @@ def ssd_scan_reference(
             state = push.new_zeros(x.shape[0], G, H // G, x.shape[3], B.shape[-1])
         else:
             state = rearrange(initial_state.to(dtype), "b (g k) p n -> b g k p n", g=G)
-        outputs = []
-        for first in reversed(range(0, T, Q)) if reverse else range(0, T, Q):
-            at = slice(first, first + Q)
-            here = None if starts is None else starts[:, at]
-            sums, so_far = segment_sums(decay[..., at], here, reverse)
+        inputs = [decay, push, B, C]
+        if starts is not None:
+            inputs.append(rearrange(starts, "b t -> b 1 1 t"))
+
+        def chunk(state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+            decay, push, B, C, *start = inputs
+            sums, so_far = segment_sums(decay, start[0][:, 0, 0] if start else None, reverse)
             last = 0 if reverse else -1
-            pairs = C[..., at, :] @ B[..., at, :].mT * sums.exp()
-            y = pairs @ push[..., at, :]
-            y = y + so_far.exp()[..., None] * (C[..., at, :] @ state.mT)
-            kept = push[..., at, :] * sums[..., last, :, None].exp()
-            state = so_far[..., last, None, None].exp() * state + kept.mT @ B[..., at, :]
-            outputs.append(y)
-        in_order = outputs[::-1] if reverse else outputs
-        y = torch.cat(in_order, -2) if T else push
+            pairs = C @ B.mT * sums.exp()
+            y = pairs @ push + so_far.exp()[..., None] * (C @ state.mT)
+            kept = push * sums[..., last, :, None].exp()
+            return so_far[..., last, None, None].exp() * state + kept.mT @ B, y
+
+        if x.shape[1]:
+            state, y = recur(chunk, state, inputs, axis=3, size=Q, reverse=reverse)
+        else:
+            y = push
         y = rearrange(y, "b g k t p -> b t (g k) p")
         if D is not None:
             y = y + (D if D.dim() == 2 else D[:, None]).to(dtype) * wide

@@ -13,6 +13,7 @@ from brickwork.kernels.sequences import (
     check_mask,
     check_seq_ids,
     scan_order,
+    scan_ranks,
     sequence_starts,
     take_tokens,
 )
@@ -36,6 +37,7 @@ def test_scan_order_lists_the_real_tokens_first(T, padding, reverse):
         real = [t for tokens in sequences(mask, None, row, T, reverse) for t in tokens]
         assert order[row, : len(real)].tolist() == real
         assert sorted(order[row].tolist()) == list(range(T))
+    assert order.gather(1, scan_ranks(mask, reverse=reverse)).equal(torch.arange(T).expand(3, T))
 
 
 def test_take_tokens():

@@ -12,9 +12,8 @@ from brickwork.blocks.kv_cache import KVCache, StaticKVCache
 from brickwork.blocks.single_token import (
     AttentionStep,
     MoEStep,
-    Product,
     Turn,
-    add_norm_of,
+    product_of,
     why_not_single,
 )
 
@@ -50,11 +49,19 @@ class DecodeStep:
         self.mask = F.pad(mask, (0, self.slots - self.length), value=True) if padded else None
         self.turn = Turn(model.rope, mask.sum(1, keepdim=True), model.embed_tokens.weight.dtype)
         self.attention = [
-            AttentionStep(layer.attention, cache.held(), self.length, self.slots)
+            AttentionStep(
+                layer.attention,
+                layer.post_attention_layernorm,
+                cache.held(),
+                self.length,
+                self.slots,
+            )
             for layer, cache in zip(self.layers, caches)
         ]
-        self.head = Product((model.lm_head or model.embed_tokens).weight)
-        self.moe = [MoEStep(layer.moe) for layer in self.layers]
+        self.moe = [
+            MoEStep(layer.moe, layer.post_feedforward_layernorm, len(mask)) for layer in self.layers
+        ]
+        self.head = product_of((model.lm_head or model.embed_tokens).weight, None, len(mask))
 
     @staticmethod
     def why_not(model: Rish) -> str | None:
@@ -67,10 +74,8 @@ class DecodeStep:
             self._grow()
         x = F.embedding(token_B, model.embed_tokens.weight)
         turn = self.turn()
-        seen = None if self.mask is None else self.mask[:, None, None, : slot + 1]
-        for layer, attention, moe in zip(self.layers, self.attention, self.moe):
-            x = add_norm_of(x, attention(x, slot, turn, seen), layer.post_attention_layernorm)
-            x = add_norm_of(x, moe(x), layer.post_feedforward_layernorm)
+        for attention, moe in zip(self.attention, self.moe):
+            x = moe(attention(x, slot, turn, self.mask))
         self.length += 1
         return self.head(model.norm(x))
 

@@ -2,13 +2,16 @@
 
 At one token a step each weight is read once and little is computed, so that checks and modules
 would cost as much as the arithmetic: there are none here, for inference on the CPU. What is
-computed is what the blocks define. B rows, C width, H query and G key/value heads of width D, S
-slots, E experts, K chosen.
+computed is what the blocks define. A single row goes through compiled code where there is a
+compiler (`brickwork.kernels.token_step_cpu`), as even PyTorch's operators cost more than what they
+compute then. B rows, C width, H query and G key/value heads of width D, S slots, E experts, K
+chosen.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +23,14 @@ from brickwork.blocks.moe import MoE
 from brickwork.blocks.norm import RMSNorm
 from brickwork.blocks.rope import RoPE
 from brickwork.blocks.router import Router, SoftmaxRule
+from brickwork.kernels.backend import preferred
 from brickwork.kernels.rope import cos_sin
+from brickwork.kernels.token_step_cpu import (
+    CompiledAttention,
+    CompiledExperts,
+    CompiledProduct,
+    unavailable_here,
+)
 
 FUSED_BYTES = 2**24  # q, k and v as one matrix up to here: a copy that saves two products
 PARTS = (nn.Linear, nn.Embedding, nn.ModuleList, Attention, RMSNorm, MoE, Router, RoPE)
@@ -91,12 +101,46 @@ class Product:
 
 
 class AttentionStep:
-    """An `Attention` with keys and values in buffers (B, G, slots, D), filled with `held`."""
+    """`x + norm(attention(x))`, with keys and values in buffers (B, G, slots, D), filled with the
+    first `length` of `held`."""
 
-    def __init__(self, part: Attention, held: CacheEntries, length: int, slots: int) -> None:
+    def __init__(
+        self, part: Attention, norm: RMSNorm, held: CacheEntries, length: int, slots: int
+    ) -> None:
         assert part.q_norm is not None
         assert part.k_norm is not None
-        self.part, self.slots = part, slots
+        self.part, self.norm, self.slots = part, norm, slots
+        self.compiled: CompiledAttention | None = None
+        if len(held.keys) == 1 and compiles():
+            self.compiled = CompiledAttention(
+                heads=part.num_heads,
+                groups=part.num_kv_heads,
+                eps=part.q_norm.eps,
+                norm_eps=norm.eps,
+                query=part.q_proj.weight,
+                key=part.k_proj.weight,
+                value=part.v_proj.weight,
+                output=part.o_proj.weight,
+                query_bias=part.q_proj.bias,
+                key_bias=part.k_proj.bias,
+                value_bias=part.v_proj.bias,
+                output_bias=part.o_proj.bias,
+                query_norm=part.q_norm.weight,
+                key_norm=part.k_norm.weight,
+                norm=norm.weight,
+            )
+        else:
+            self._bind_products()
+        self.qk_weight = torch.cat((part.q_norm.weight, part.k_norm.weight))
+        self.eps = part.q_norm.eps
+        self.sizes = part.num_heads * part.head_dim, part.num_kv_heads * part.head_dim
+        self.keys, self.values = (
+            self._buffer(each[:, :length]) for each in (held.keys, held.values)
+        )
+        self._use_buffers()
+
+    def _bind_products(self) -> None:
+        part = self.part
         products = (part.q_proj, part.k_proj, part.v_proj)
         self.products = [Product(p.weight, p.bias) for p in products]
         size = sum(p.weight.numel() * p.weight.element_size() for p in products)
@@ -104,16 +148,15 @@ class AttentionStep:
             bias = None if part.q_proj.bias is None else torch.cat([p.bias for p in products])
             self.products = [Product(torch.cat([p.weight for p in products]), bias)]
         self.output = Product(part.o_proj.weight, part.o_proj.bias)
-        self.qk_weight = torch.cat((part.q_norm.weight, part.k_norm.weight))
-        self.eps = part.q_norm.eps
-        self.sizes = part.num_heads * part.head_dim, part.num_kv_heads * part.head_dim
-        self.keys, self.values = (
-            self._buffer(each[:, :length]) for each in (held.keys, held.values)
-        )
 
     def __call__(
         self, x_BC: Tensor, slot: int, turn: tuple[Tensor, Tensor], seen: Tensor | None
     ) -> Tensor:
+        """`turn` are cos and sin (B, 1, D) of the tokens, which go to `slot`; `seen` (B, S) says
+        which slots count."""
+        if self.compiled is not None:
+            row = None if seen is None else seen[0]
+            return self.compiled(x_BC, slot, (turn[0].flatten(), turn[1].flatten()), row)
         part, rows = self.part, len(x_BC)
         heads, groups, width = part.num_heads, part.num_kv_heads, part.head_dim
         found = [product(x_BC) for product in self.products]
@@ -128,8 +171,9 @@ class AttentionStep:
         self.values[:, :, slot] = qkv[:, wide + narrow :].view(rows, groups, width)
         q = (both[:, :heads] * by_q).view(rows, groups, heads // groups, width)
         keys, values = self.keys[:, :, : slot + 1], self.values[:, :, : slot + 1]
-        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen)
-        return self.output(y.reshape(rows, wide))
+        mask = None if seen is None else seen[:, None, None, : slot + 1]
+        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        return _add_norm(x_BC, self.output(y.reshape(rows, wide)), self.norm)
 
     def grow(self, slots: int) -> None:
         """Make the buffers `slots` long, with what is in them."""
@@ -139,6 +183,11 @@ class AttentionStep:
             torch.cat((each, each.new_empty(*each.shape[:2], more, each.shape[3])), 2)
             for each in (self.keys, self.values)
         )
+        self._use_buffers()
+
+    def _use_buffers(self) -> None:
+        if self.compiled is not None:
+            self.compiled.use(self.keys[0], self.values[0])
 
     def _buffer(self, held_BTGD: Tensor) -> Tensor:
         rows, length, groups, width = held_BTGD.shape
@@ -148,33 +197,61 @@ class AttentionStep:
 
 
 class MoEStep:
-    """A `MoE`; a single row goes through its experts one by one."""
+    """`x + norm(moe(x))`; a single row goes through its experts one by one."""
 
-    def __init__(self, part: MoE) -> None:
+    def __init__(self, part: MoE, norm: RMSNorm, rows: int) -> None:
         assert part.gate_up is not None
         assert part.down is not None
-        self.part = part
         assert isinstance(part.router, Router)
-        self.router = Product(part.router.weight, part.router.bias)
-        self.gate_up = [Product(weight) for weight in part.gate_up.unbind()]
-        self.down = [Product(weight) for weight in part.down.unbind()]
+        self.part, self.norm = part, norm
+        self.compiled: CompiledExperts | None = None
+        if rows == 1 and compiles():
+            self.compiled = CompiledExperts(
+                chosen=part.top_k,
+                normalize=part.normalize,
+                norm_eps=norm.eps,
+                router=part.router.weight,
+                bias=part.router.bias,
+                gate_up=part.gate_up,
+                down=part.down,
+                norm=norm.weight,
+            )
+        elif rows == 1:
+            self.router = Product(part.router.weight, part.router.bias)
+            self.gate_up = [Product(weight) for weight in part.gate_up.unbind()]
+            self.down = [Product(weight) for weight in part.down.unbind()]
 
     def __call__(self, x_BC: Tensor) -> Tensor:
+        if self.compiled is not None:
+            return self.compiled(x_BC)
+        y = self.part(x_BC).y if len(x_BC) != 1 else self._one_by_one(x_BC)
+        return _add_norm(x_BC, y, self.norm)
+
+    def _one_by_one(self, x_1C: Tensor) -> Tensor:
         part = self.part
-        if len(x_BC) != 1:
-            return part(x_BC).y
-        scores, order = self.router(x_BC).softmax(-1).sort(dim=-1, descending=True, stable=True)
+        scores, order = self.router(x_1C).softmax(-1).sort(dim=-1, descending=True, stable=True)
         weights = scores[0, : part.top_k].tolist()
         if part.normalize:
             weights = [weight / sum(weights) for weight in weights]
-        y = torch.zeros_like(x_BC)
+        y = torch.zeros_like(x_1C)
         for e, weight in zip(order[0, : part.top_k].tolist(), weights):
-            gate, up = self.gate_up[e](x_BC).chunk(2, -1)
+            gate, up = self.gate_up[e](x_1C).chunk(2, -1)
             y.add_(self.down[e](F.silu(gate).mul_(up)), alpha=weight)
         return y
 
 
-def add_norm_of(x_BC: Tensor, y_BC: Tensor, norm: RMSNorm) -> Tensor:
+def product_of(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[[Tensor], Tensor]:
+    """`x Wᵀ + b` for so many rows."""
+    compiled = rows == 1 and compiles()
+    return CompiledProduct(weight, bias) if compiled else Product(weight, bias)
+
+
+def compiles() -> bool:
+    """Whether the steps of one row are compiled code here."""
+    return preferred() != "torch" and unavailable_here() is None
+
+
+def _add_norm(x_BC: Tensor, y_BC: Tensor, norm: RMSNorm) -> Tensor:
     """`x + norm(y)`."""
     root = _root(y_BC, norm.eps)
     if isinstance(root, float):

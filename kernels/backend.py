@@ -75,6 +75,11 @@ def prefer(backend: str) -> Iterator[None]:
         _preferred = before
 
 
+def preferred() -> str | None:
+    """The backend named by the innermost `prefer`, or None."""
+    return _preferred
+
+
 def choose(op: str, backend: str, **reasons: Callable[[], str | None]) -> str:
     """The backend that runs `op`.
 

@@ -97,9 +97,9 @@ def embed_fasta(
         if not len(found.lengths):
             raise ValueError(f"{fasta} holds no record to embed")
         settings = {
-            "model": digest_of(model),
+            "model_sha256": digest_of(model),
             "device": model.embedding.weight.device.type,
-            "records": found.digest,
+            "records_sha256": found.digest,
             "max_tokens": max_tokens,
             "layers": list(numbers),
             "pool": pool,

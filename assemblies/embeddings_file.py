@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -28,7 +29,8 @@ class ProteinEmbeddings:
         safetensors = import_safetensors()
         self.settings = read_settings(Path(file))
         self._file = safetensors.safe_open(str(file), framework="pt")
-        self.ids = bytes(self._file.get_tensor("ids").tolist()).decode().split("\n")
+        text: Tensor = self._file.get_tensor("ids")
+        self.ids = ctypes.string_at(text.data_ptr(), len(text)).decode().split("\n")
         self.lengths: Tensor = self._file.get_tensor("lengths")
         self.records: Tensor = self._file.get_tensor("records")
         self.layers: tuple[int, ...] = tuple(self.settings["layers"])

@@ -13,7 +13,7 @@ from brickwork.assemblies.fasta import BadRecord
 from brickwork.assemblies.lc_plm import LCPLM
 from brickwork.assemblies.lc_plm_options import DTYPES, parser
 from brickwork.assemblies.tables import write_table
-from brickwork.assemblies.variants_table import score_table
+from brickwork.assemblies.variants_table import score_variants_table
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -29,14 +29,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, OSError, ImportError) as error:
         raise SystemExit(f"error: {error}") from error
     except KeyboardInterrupt:
+        if args.command == "embed":
+            print("Stopped. --resume goes on from here.", file=sys.stderr)
         raise SystemExit(130) from None
 
 
 def _load(args: argparse.Namespace) -> LCPLM:
     try:
         device = torch.device(args.device)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros(1, device=device).tolist()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         first = str(error).splitlines()[0]
         raise ValueError(f"--device {args.device} cannot be used here: {first}") from error
     return LCPLM.from_pretrained(args.model, dtype=DTYPES.get(args.dtype), device=device)
@@ -67,7 +69,7 @@ def _embed(args: argparse.Namespace) -> None:
 
 
 def _variants(args: argparse.Namespace) -> None:
-    score_table(
+    score_variants_table(
         _load(args),
         args.fasta,
         args.table,

@@ -14,7 +14,7 @@ from brickwork.assemblies.masked_residues import masked_log_probs
 from brickwork.assemblies.protein_embeddings import MAX_TOKENS
 from brickwork.assemblies.protein_tokens import ALPHABET, RESIDUES, token_rows
 
-_MUTATION = re.compile(r"([A-Z])(-?\d+)([A-Z])")
+_MUTATION = re.compile(r"([A-Z])(-?[0-9]+)([A-Z])")
 
 
 class Mutation(NamedTuple):

@@ -19,3 +19,4 @@ from brickwork.assemblies.protein_tokens import ProteinBatch as ProteinBatch
 from brickwork.assemblies.protein_tokens import decode as decode
 from brickwork.assemblies.protein_tokens import tokenize as tokenize
 from brickwork.assemblies.protein_variants import variant_scores as variant_scores
+from brickwork.assemblies.variants_table import score_variants_table as score_variants_table

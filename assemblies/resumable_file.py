@@ -44,11 +44,11 @@ class ResumableFile:
 
     def commit(self) -> None:
         """List what is finished, once it is on the disk."""
+        finished, self._finished = self._finished, []  # not listed later if this sync fails
         _sync(self._data)
-        if self._finished:
-            self._journal.write(b"".join(b"%d\n" % step for step in self._finished))
+        if finished:
+            self._journal.write(b"".join(b"%d\n" % step for step in finished))
             _sync(self._journal)
-        self._finished = []
         self._synced = time.monotonic()
 
 
@@ -106,7 +106,7 @@ def resumable_file(
 def _locked(path: Path) -> Iterator[IO[bytes]]:
     """The file at `path`, opened for appending with no other program in it; removed if empty."""
     while True:
-        with path.open("a+b", buffering=0) as file:
+        with path.open("a+b") as file:
             try:
                 import fcntl
 

@@ -42,7 +42,7 @@ def read_table(path: str | os.PathLike[str], column: str) -> Table:
                 rows.append(row)
                 lines.append(reader.line_num)
         except csv.Error as error:
-            raise ValueError(f"{path}, line {reader.line_num}: {error}") from error
+            raise ValueError(f"{path}, line {reader.reader.line_num}: {error}") from error
     return Table(columns, rows, lines)
 
 

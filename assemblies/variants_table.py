@@ -17,7 +17,7 @@ from brickwork.assemblies.tables import read_table, write_table
 _SHOWN = 20
 
 
-def score_table(
+def score_variants_table(
     model: LCPLM,
     fasta: str | os.PathLike[str],
     table: str | os.PathLike[str],
@@ -108,7 +108,10 @@ def _wild_types(
                     f"says which one a variant is of"
                 )
     if missing := sorted((wanted or set()) - found.keys()):
-        raise ValueError(f"{fasta} has no record {missing[:_SHOWN]}, named by {id_column!r}")
+        raise ValueError(
+            f"{fasta} has no record {missing[:_SHOWN]}, which the table's column {id_column!r} "
+            f"names (id_column chooses another column)"
+        )
     if not found and wanted is None:
         raise ValueError(f"{fasta} holds no record")
     return found

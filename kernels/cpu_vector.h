@@ -11,7 +11,9 @@
 #include <thread>
 #include <utility>
 #include <vector>
-#if defined(__SSE2__)
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#elif defined(__SSE2__)
 #include <xmmintrin.h>
 #endif
 
@@ -90,6 +92,18 @@ inline void store(T* to, int64_t stride, int count, Vec<T> v) {
   } else {
     for (int k = 0; k < count; ++k) to[k * stride] = v[k];
   }
+}
+
+// A whole vector past the caches, where nobody will read it soon and `to` allows it: its line need not
+// be fetched to be overwritten. Others see it once this thread has done an atomic operation.
+template <class T>
+inline void stream(T* to, Vec<T> v) {
+#if defined(__AVX512F__)
+  if (reinterpret_cast<uintptr_t>(to) % sizeof v == 0) {
+    return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), (__m512i)v);
+  }
+#endif
+  store(to, 1, lanes<T>, v);
 }
 
 // Lane k of the result is lane k ^ DISTANCE of v.

@@ -36,8 +36,11 @@ def experts(
     chosen. Its products take the widest dtype of x and the experts - under autocast that of
     autocast - and the weighted sum float32; it can be differentiated once. `"triton"` does the same
     in kernels of its own, on a GPU, without float64; float32 is multiplied as such unless
-    `torch.backends.cuda.matmul` allows TF32. `auto` takes `"triton"`, where it cannot `"grouped"`,
-    and in `torch.export`, `torch.jit.trace` and `torch.func` transforms the reference.
+    `torch.backends.cuda.matmul` allows TF32. `"cpu"` does it in compiled kernels, in float32
+    (float64 if any argument is); what a token gets then does not depend on the other tokens, to the
+    last bit. `auto` takes `"triton"`; on the CPU `"cpu"` where the products are float32 or float64
+    and there are rows enough; else `"grouped"`; and in `torch.export`, `torch.jit.trace` and
+    `torch.func` transforms the reference.
 
     Paper: Shazeer et al., *Outrageously Large Neural Networks: The Sparsely-Gated
     Mixture-of-Experts Layer*, 2017.
@@ -80,13 +83,25 @@ def experts(
         )
     check_expert_indices("indices", indices_SK, sizes["E"])
     tensors = (x_SC, gate_up_EFC, down_ECF, indices_SK, weights_SK)
+    on_cpu = {"cpu": lambda: _why_not_cpu(x_SC), "grouped": why_not_opaque}
     chosen = choose(
-        "experts", backend, triton=lambda: _why_not_triton(*tensors), grouped=why_not_opaque
+        "experts",
+        backend,
+        triton=lambda: _why_not_triton(*tensors),
+        **(
+            on_cpu
+            if _compiled_is_faster(x_SC, gate_up_EFC, down_ECF, weights_SK)
+            else dict(reversed(on_cpu.items()))
+        ),
     )
     if chosen == "triton":
         from brickwork.kernels.experts_triton import experts_triton
 
         return experts_triton(*tensors)
+    if chosen == "cpu":
+        from brickwork.kernels.experts_cpu import experts_cpu
+
+        return experts_cpu(*tensors)
     if chosen == "grouped":
         from brickwork.kernels.experts_grouped import experts_grouped
 
@@ -122,6 +137,21 @@ def _why_not_triton(
     if widest > WIDEST_IN_TRITON:
         return f"it takes widths up to {WIDEST_IN_TRITON}, got {widest}"
     return why_not(x, gate_up, down, weights)
+
+
+def _compiled_is_faster(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> bool:
+    """Whether the compiled kernels would multiply no wider dtype than need be."""
+    from brickwork.kernels.experts_grouped import product_dtype
+
+    return product_dtype(x, gate_up, down) == compute_dtype(x, gate_up, down, weights)
+
+
+def _why_not_cpu(x: Tensor) -> str | None:
+    if x.device.type != "cpu":  # the module need not be imported to know this
+        return f"it takes CPU tensors, got {x.device.type}"
+    from brickwork.kernels.experts_cpu import unavailable_here
+
+    return why_not_opaque() or unavailable_here()
 
 
 def check_expert_indices(argument: str, indices: Tensor, num_experts: int) -> None:

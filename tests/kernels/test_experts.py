@@ -8,11 +8,12 @@ from support import assert_close, assert_same_function, gradcheck, gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from brickwork.kernels import experts_cpu
 from brickwork.kernels import experts_grouped as grouped
 from brickwork.kernels.backend import BackendUnavailable, prefer
 from brickwork.kernels.experts import experts, experts_reference
 
-BACKENDS = ["torch", "grouped"]
+BACKENDS = ["torch", "grouped", "cpu"]
 NAMES = ("x", "gate_up", "down", "indices", "weights")
 SIZES = st.fixed_dictionaries(
     {
@@ -523,7 +524,7 @@ def test_transforms():
     assert_close(stacked[1], experts(xs[1], gate_up, down, indices[0], weights[0]), terms=64)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["torch", "grouped", "auto"])
 def test_meta(backend):
     inputs = [t.to("meta").requires_grad_(t.is_floating_point()) for t in problem()]
     y = experts(*inputs, backend=backend)
@@ -532,16 +533,42 @@ def test_meta(backend):
     assert inputs[1].grad.shape == inputs[1].shape
 
 
-def test_auto_is_grouped_and_can_be_told_otherwise(monkeypatch):
+def test_choice_of_backend(monkeypatch):
+    """On the CPU the compiled kernels where they multiply no wider dtype than need be and can be
+    had, else the sorted groups; preferences go first."""
     ran = []
-    monkeypatch.setattr(
-        grouped, "experts_grouped", lambda *t: ran.append("grouped") or experts_reference(*t)
-    )
-    experts(*problem())
-    assert ran == ["grouped"]
+
+    def note(module, name):
+        run = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *t: (ran.append(name), run(*t))[1])
+
+    note(grouped, "experts_grouped")
+    note(experts_cpu, "experts_cpu")
+    inputs = problem()
+    x, gate_up, down, indices, weights = inputs
+    experts(*inputs)
+    experts(*(t.double() if t.is_floating_point() else t for t in inputs))
+    experts(x.double(), gate_up, down, indices, weights)
+    experts(x, gate_up.bfloat16(), down.bfloat16(), indices, weights)
+    with prefer("cpu"), torch.autocast("cpu", torch.bfloat16):
+        experts(*inputs)
+    assert ran == ["experts_cpu"] * 5
+    ran.clear()
+    experts(x, gate_up, down, indices, weights.double())
+    experts(*(t.bfloat16() if t.is_floating_point() else t for t in inputs))
+    with torch.autocast("cpu", torch.bfloat16):
+        experts(*inputs)
+    with prefer("grouped"):
+        experts(*inputs)
+    with monkeypatch.context() as no_compiler:
+        no_compiler.setattr(experts_cpu, "unavailable_here", lambda: "no compiler")
+        experts(*inputs)
+        with pytest.raises(BackendUnavailable, match="'cpu' cannot run here: no compiler"):
+            experts(*inputs, backend="cpu")
+    assert ran == ["experts_grouped"] * 5
     with prefer("torch"):
-        experts(*problem())
-    assert ran == ["grouped"]
+        experts(*inputs)
+    assert len(ran) == 5
 
 
 def test_errors():

@@ -1,0 +1,155 @@
+// Matrix products in registers, for compiled CPU kernels whose operands need gathering or whose
+// results need more than storing.
+//
+// A block of at most ROWS rows meets a panel of PANEL columns: `products` holds all sums in registers
+// while it walks the depth, one broadcast and two products per row and step. Both operands lie packed
+// in the order in which they are read: a block as [depth][STEP], rows side by side, and a panel as
+// [depth][PANEL]. An entry is one running sum over the depth, first to last, whatever
+// block and panel it falls into: results do not depend on how the work is cut.
+#pragma once
+
+#include <array>
+
+#include "cpu_vector.h"
+
+namespace brickwork {
+
+#if defined(__AVX512F__) || defined(__aarch64__)  // 32 vector registers: 28 sums, 2 columns, 1 row
+constexpr int ROWS = 14;
+#else  // 16 of them
+constexpr int ROWS = 6;
+#endif
+
+template <class T>
+constexpr int PANEL = 2 * lanes<T>;
+
+template <class T>
+constexpr int STEP = (ROWS + lanes<T> - 1) / lanes<T> * lanes<T>;
+
+// Rows of a block that is a part of a vector wide, where the rows come in whole vectors.
+template <class T>
+constexpr int SHARE = lanes<T> > ROWS ? lanes<T> / 2 : lanes<T> > 4 && ROWS < 8 ? 4 : lanes<T>;
+
+// What to bring into the second-level cache beside a product: two lines per step of the depth.
+struct Ahead {
+  const char *first, *second;
+  int64_t step;  // bytes
+};
+
+template <class T>
+using Sums = Vec<T>[ROWS][2];
+
+template <class T, int M, int STEP>
+void products(int64_t depth, const T* block, const T* panel, Sums<T>& to, Ahead ahead) {
+  Vec<T> sums[M][2];
+#pragma GCC unroll 16
+  for (int i = 0; i < M; ++i) sums[i][0] = sums[i][1] = Vec<T>{};
+  for (int64_t k = 0; k < depth; ++k) {
+    const Vec<T> left = load(panel, 1, lanes<T>), right = load(panel + lanes<T>, 1, lanes<T>);
+#pragma GCC unroll 16
+    for (int i = 0; i < M; ++i) {
+      const Vec<T> row = splat(block[i]);
+      sums[i][0] += row * left;
+      sums[i][1] += row * right;
+    }
+    __builtin_prefetch(ahead.first, 0, 2);
+    __builtin_prefetch(ahead.second, 0, 2);
+    block += STEP;
+    panel += PANEL<T>;
+    ahead.first += ahead.step;
+    ahead.second += ahead.step;
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < M; ++i) {
+    to[i][0] = sums[i][0];
+    to[i][1] = sums[i][1];
+  }
+}
+
+template <class T>
+using Products = void (*)(int64_t, const T*, const T*, Sums<T>&, Ahead);
+
+template <class T, int STEP, int... M>
+constexpr std::array<Products<T>, sizeof...(M)> products_by_rows(std::integer_sequence<int, M...>) {
+  return {products<T, M + 1, STEP>...};
+}
+
+// The sums of `rows` rows, 1 to MOST, by the columns of a panel.
+template <class T, int STEP, int MOST = ROWS>
+inline void multiply(int rows, int64_t depth, const T* block, const T* panel, Sums<T>& to, Ahead ahead) {
+  static constexpr auto by_rows = products_by_rows<T, STEP>(std::make_integer_sequence<int, MOST>());
+  by_rows[rows - 1](depth, block, panel, to, ahead);
+}
+
+// Lanes of a and b in turn: those with bit DISTANCE clear stay in `a`, and `b` has the others.
+template <class T, int DISTANCE, int... K>
+inline void exchange(Vec<T>& a, Vec<T>& b, std::integer_sequence<int, K...>) {
+  constexpr int W = lanes<T>;
+  const Vec<T> x = a, y = b;
+#if defined(__clang__)
+  a = __builtin_shufflevector(x, y, (K & DISTANCE ? W + (K ^ DISTANCE) : K)...);
+  b = __builtin_shufflevector(x, y, (K & DISTANCE ? W + K : K ^ DISTANCE)...);
+#else
+  using Bits = typename Simd<T>::Bits;
+  a = __builtin_shuffle(x, y, Bits{(K & DISTANCE ? W + (K ^ DISTANCE) : K)...});
+  b = __builtin_shuffle(x, y, Bits{(K & DISTANCE ? W + K : K ^ DISTANCE)...});
+#endif
+}
+
+// Rows become columns.
+template <class T, int DISTANCE = 1>
+inline void transpose(Vec<T> (&square)[lanes<T>]) {
+  if constexpr (DISTANCE < lanes<T>) {
+#pragma GCC unroll 16
+    for (int i = 0; i < lanes<T>; ++i) {
+      if (!(i & DISTANCE)) {
+        exchange<T, DISTANCE>(square[i], square[i | DISTANCE], std::make_integer_sequence<int, lanes<T>>());
+      }
+    }
+    transpose<T, 2 * DISTANCE>(square);
+  }
+}
+
+// to[k * step + i] = entry k of row i for `count` rows; what other lanes of their vectors get is not
+// to be used.
+template <class T, class Row>
+inline void pack_columns(T* to, int64_t step, int count, int64_t depth, const Row& row) {
+  constexpr int W = lanes<T>;
+  for (int first = 0; first < count; first += W) {
+    const T* from[W];
+    for (int i = 0; i < W; ++i) from[i] = row(first + i < count ? first + i : first);
+    for (int64_t k = 0; k < depth; k += W) {
+      Vec<T> square[W];
+      T* at = to + k * step + first;
+      if (depth - k >= W) {
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) square[i] = load(from[i] + k, 1, W);
+        transpose<T>(square);
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) store(at + i * step, 1, W, square[i]);
+      } else {
+        const int steps = int(depth - k);
+        for (int i = 0; i < W; ++i) square[i] = load(from[i] + k, 1, steps);
+        transpose<T>(square);
+        for (int i = 0; i < steps; ++i) store(at + i * step, 1, W, square[i]);
+      }
+    }
+  }
+}
+
+// to[k * STRIDE + j] = entry j of row k, of `count` entries or more, zeros after them.
+template <class T, int STRIDE, class Row>
+inline void pack_rows(T* to, int64_t count, int64_t depth, const Row& row) {
+  constexpr int W = lanes<T>;
+  for (int64_t k = 0; k < depth; ++k, to += STRIDE) {
+    const T* from = row(k);
+    if (count >= STRIDE) {
+#pragma GCC unroll 16
+      for (int j = 0; j < STRIDE; j += W) store(to + j, 1, W, load(from + j, 1, W));
+    } else {
+      for (int j = 0; j < STRIDE; ++j) to[j] = j < count ? from[j] : T(0);
+    }
+  }
+}
+
+}  // namespace brickwork

@@ -18,5 +18,5 @@ if not triton_interprets():
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     interpreter.round_to_nearest(monkeypatch)
     interpreter.leave_tensors_in_place(monkeypatch)
-    with np.errstate(all="ignore"):  # a GPU does not warn of an infinity
-        yield
+    with np.errstate(all="ignore"), interpreter.language_patched_once():
+        yield  # of an infinity a GPU does not warn

@@ -11,6 +11,16 @@ from triton.runtime import interpreter as triton_interpreter
 
 
 @triton.jit
+def double(x):
+    return tl.sum(x, 0) * 2
+
+
+@triton.jit
+def double_sum(X, Y, BLOCK: tl.constexpr):
+    tl.store(Y, double(tl.load(X + tl.arange(0, BLOCK))))
+
+
+@triton.jit
 def copy(X, Y, N, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -58,6 +68,15 @@ def test_the_rounding_is_still_wanting():
 
 def _original(patched):
     return patched.__closure__[0].cell_contents
+
+
+def test_the_language_is_patched_once(monkeypatch):
+    """Nothing is patched when a launch calls device functions, of ours and of Triton's."""
+    assert not tl.core.is_builtin(tl.load)
+    monkeypatch.setattr(triton_interpreter._LangPatchScope, "set_attr", None)
+    y = torch.empty(())
+    double_sum[(1,)](torch.ones(4), y, BLOCK=4)
+    assert y == 8
 
 
 def test_float16_is_rounded_to_nearest_even():

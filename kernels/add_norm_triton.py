@@ -10,7 +10,8 @@ reads M·N·b. Weights and the shares of P programs, P·N·4 each, come to this.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -214,20 +215,35 @@ _add_norm_backward = register("add_norm_triton_backward", _backward, _fake_backw
 
 
 COLUMNS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+ENDS = (64, 1024, 8192, 16384, 32768, 65536)
 
 
 def configurations() -> Iterator[Configuration]:
-    """Every shape of tiles with all that registers can be asked to hold, and with less of it where
-    registers are tight; float16 is as wide as bfloat16."""
+    """Every shape of tiles with all that registers can be asked to hold, and with less of it the
+    shapes at both ends, as a thread has 16 values in all between; float16 is like bfloat16."""
     bf16, fp32 = torch.bfloat16, torch.float32
-    for columns in COLUMNS:
-        yield from describe("add_norm", columns, bf16, residual=fp32, centred=True)
-    for columns in (128, *(n for n in COLUMNS if n >= 1024)):
-        yield from describe("add_norm", columns, bf16, residual=bf16)
-    for columns in (512, 4096, 8192, 16384, 65536):
-        yield from describe("add_norm", columns, fp32, residual=fp32)
+    yield from distinct(
+        describe("add_norm", columns, bf16, residual=fp32, centred=True) for columns in COLUMNS
+    )
+    yield from distinct(describe("add_norm", columns, bf16, residual=bf16) for columns in ENDS)
+    columns_of_fp32 = (512, 8192, 16384, 65536)
+    yield from distinct(
+        describe("add_norm", columns, fp32, residual=fp32) for columns in columns_of_fp32
+    )
     for columns in (4096, 16384):
         yield from describe("add_norm", columns, bf16, residual=fp32)
+
+
+def distinct(described: Iterable[Iterator[Configuration]]) -> Iterator[Configuration]:
+    """All but those whose row has more tiles than another's: a loop goes through them."""
+    seen = set()
+    for found in itertools.chain.from_iterable(described):
+        tiled = found.kernel in (norm_forward_tiled, norm_backward_tiled)
+        constants = {name: value for name, value in found.constants.items() if name != "N"}
+        what = (found.kernel.__name__, *constants.items())
+        if not tiled or what not in seen:
+            yield found
+        seen.add(what)
 
 
 def describe(

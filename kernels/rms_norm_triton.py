@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from brickwork.kernels.add_norm_triton import COLUMNS, add_norm_triton, describe
+from brickwork.kernels.add_norm_triton import ENDS, add_norm_triton, describe, distinct
 from brickwork.kernels.triton_support import Configuration
 from brickwork.kernels.triton_support import unavailable_here as unavailable_here
 from brickwork.kernels.triton_support import why_not as why_not
@@ -26,8 +26,9 @@ def rms_norm_triton(x: Tensor, weight: Tensor, *, eps: float, cast: str) -> Tens
 
 
 def configurations() -> Iterator[Configuration]:
-    """Every shape of tiles; float16 has the width of bfloat16."""
-    for columns in COLUMNS:
-        yield from describe("rms_norm", columns, torch.bfloat16, cast_first=True)
-    for columns in (64, 512, 1024, 4096, 8192, 16384, 65536):
-        yield from describe("rms_norm", columns, torch.float32)
+    """As those of `add_norm`, which are compiled for every shape of tiles."""
+    yield from distinct(
+        describe("rms_norm", columns, torch.bfloat16, cast_first=True) for columns in ENDS
+    )
+    columns_of_fp32 = (512, 8192, 16384, 65536)
+    yield from distinct(describe("rms_norm", columns, torch.float32) for columns in columns_of_fp32)

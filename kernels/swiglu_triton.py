@@ -156,10 +156,11 @@ _swiglu_backward = register("swiglu_triton_backward", _backward, _fake_backward)
 
 
 def configurations() -> Iterator[Configuration]:
-    """Every shape of tiles; float16 has the width of bfloat16."""
+    """Every shape of tiles, and its ends in float32; float16 has the width of bfloat16."""
     strides = {"gate_stride": "i32", "up_stride": "i32", "M": "i32"}
-    for columns in (16, 128, 512, 14336):
-        for dtype in (torch.bfloat16, torch.float32):
+    sizes_of = {torch.bfloat16: (16, 128, 512, 14336), torch.float32: (16, 14336)}
+    for dtype, columns_of in sizes_of.items():
+        for columns in columns_of:
             shape = tile_shape(columns)
             x, name = "*" + TYPE_NAMES[dtype], f"{columns} {TYPE_NAMES[dtype]}"
             sizes = {"N": columns, "UNIT": 8, "ROWS": shape.rows, "BLOCK": shape.block}

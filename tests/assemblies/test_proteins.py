@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from support import assert_close
 
-from brickwork.assemblies import LCPLM, LCPLMConfig
+from brickwork.assemblies import LCPLM, LCPLMConfig, proteins
 from brickwork.assemblies.proteins import (
     ALPHABET,
     MASK,
@@ -78,3 +80,11 @@ def test_masked_log_probs_mask_one_residue_each():
     assert masked_log_probs(model, "MKVLA", positions=[]).shape == (0, 33)
     with pytest.raises(ValueError, match=r"positions must be in \[0, 5\), got 5"):
         masked_log_probs(model, "MKVLA", positions=[5])
+
+
+def test_the_site_shows_every_function_and_class():
+    page = Path(__file__).parents[2] / "docs" / "api" / "assemblies.md"
+    shown = page.read_text(encoding="utf-8")
+    for name, member in vars(proteins).items():
+        if callable(member):
+            assert f"::: brickwork.assemblies.proteins.{name}\n" in shown, name

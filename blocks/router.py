@@ -181,7 +181,10 @@ def softmax(logits: Tensor) -> Tensor:
 
 def largest(values: Tensor, count: int) -> Tensor:
     """Indices (..., count) of the largest values, equal ones in the order of their index:
-    `torch.topk` leaves the order of equals open."""
+    `torch.topk` leaves the order of equals open; ONNX's operator of that name does not, and ONNX
+    has no stable sort."""
+    if torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():
+        return values.topk(count, dim=-1).indices
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 

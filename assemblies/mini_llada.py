@@ -12,6 +12,7 @@ from brickwork.assemblies.assembly import Assembly
 from brickwork.assemblies.checkpoint import Rename
 from brickwork.assemblies.inputs import check_mask, check_per_layer, embed, rows_at
 from brickwork.assemblies.mini_llada_config import MiniLLaDAConfig
+from brickwork.assemblies.mini_llada_pass import columns_pass
 from brickwork.assemblies.outputs import MiniLLaDAOutput
 from brickwork.assemblies.targets import noised
 from brickwork.blocks.attention import Attention
@@ -55,6 +56,7 @@ class MiniLLaDA(Assembly):
 
     config_class = MiniLLaDAConfig
     config: MiniLLaDAConfig
+    columns_pass = columns_pass
     table = (
         Rename("layers.{i}.attention.*", "network.layers.{i}.mha.*"),
         Rename("layers.{i}.mlp.gate_up.*", "network.layers.{i}.gate_up_proj.*"),
@@ -135,11 +137,9 @@ class MiniLLaDA(Assembly):
         states[-1] = x = self.norm(x)
         logits = self.head(x) if return_logits else None
         loss = None
-        if noise is None or input_ids is None:
-            pass
-        elif logits is not None:
+        if logits is not None and noise is not None and input_ids is not None:
             loss = self.diffusion.loss(logits, input_ids, noise, seq_ids=sequences)
-        else:
+        elif noise is not None and input_ids is not None:
             weights = self.diffusion.token_weights(noise, seq_ids=sequences).flatten()
             targets = input_ids.masked_fill(~noise.mask, -100).flatten()
             loss = cross_entropy(

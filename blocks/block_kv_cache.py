@@ -97,6 +97,13 @@ class BlockKVCache:
             self._mask_with_spare = torch.nn.functional.pad(real, (0, 1))
         return CacheEntries(self._keys, self._values, self._mask_with_spare, positions, 0)
 
+    def buffers(self) -> tuple[Tensor, Tensor]:
+        """The keys and values (B, S, G, D) held, to be read and written in place; ValueError for an
+        empty cache."""
+        if self._keys is None or self._values is None:
+            raise ValueError("buffers() needs a cache that covers all columns, got an empty one")
+        return self._keys[:, : self.length], self._values[:, : self.length]
+
     def next_positions(self) -> None:
         """There are none: columns are recomputed in any order."""
         raise ValueError("positions must be given with a BlockKVCache")

@@ -13,12 +13,18 @@ from torch import Tensor, nn
 
 from brickwork.blocks.attention import Attention
 from brickwork.blocks.block_kv_cache import BlockKVCache
-from brickwork.blocks.diffusion_canvas import Canvas, checked_logits, model_logits
+from brickwork.blocks.diffusion_canvas import (
+    Canvas,
+    checked_logits,
+    cut_vocabulary,
+    model_logits,
+)
 from brickwork.kernels.backend import compute_dtype
 from brickwork.kernels.checks import check_floating, check_integer, check_one_of
 
 Cache = Literal["prefix", "dual"]
 LogitsProcessor = Callable[[Tensor, Tensor, Tensor], Tensor]
+ColumnsPass = Callable[[Tensor, Tensor, slice, Tensor | None], Tensor]
 
 
 class Predictor:
@@ -62,6 +68,9 @@ class Predictor:
         self.mask = None if canvas.mask is None else canvas.mask.repeat(self.copies, 1)
         self.ends = canvas.real.sum(1, keepdim=True)
         self.caches = [] if cache is None else _caches(model, self.mask)
+        # A model may offer passes over columns that cost less than its forward.
+        self.columns_pass: ColumnsPass | None = None
+        self.offer = getattr(model, "columns_pass", None)
         self.passes = self.full_passes = self.age = 0
         self.barred: Tensor | None = None
 
@@ -118,7 +127,13 @@ class Predictor:
         else:
             ids = ids[:, columns] if isinstance(columns, slice) else ids.gather(1, self.where)
             where, logits_at = self.where, self.rows
+            if self.columns_pass is not None and isinstance(columns, slice):
+                logits = self.columns_pass(ids, where, columns, logits_at)
+                return cut_vocabulary(logits, self.vocab_size)
         output = self.model(ids, position_ids=where, cache=self.caches, logits_at=logits_at)
+        if full and self.columns_pass is None and self.offer is not None:
+            self.columns_pass = self.offer(self.caches)
+            self.offer = None
         return checked_logits(output, tuple(self.index.shape), self.vocab_size)
 
     def _choose_columns(self, kind: Cache, positions: Tensor, size: Tensor) -> None:

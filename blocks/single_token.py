@@ -36,38 +36,42 @@ FUSED_BYTES = 2**24  # q, k and v as one matrix up to here: a copy that saves tw
 PARTS = (nn.Linear, nn.Embedding, nn.ModuleList, Attention, RMSNorm, MoE, Router, RoPE)
 
 
-def why_not_single(model: nn.Module, *others: type[nn.Module]) -> str | None:
-    """Why `model`, of the modules above and of `others`, cannot be run by these steps, or None.
+def why_not_plain(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> str | None:
+    """Why steps that see parameters only may not stand for `model`, or None.
 
-    They see parameters only: nothing may be replaced, hooked, parametrised or cast.
+    Nothing may be replaced, hooked, parametrised, cast or trained: modules of these very `kinds`,
+    parameters of one dtype, float32 or float64, on the CPU.
     """
     for name, module in model.named_modules():
-        if type(module) not in (*PARTS, *others):
+        if type(module) not in kinds:
             return f"{name} is a {type(module).__name__}"
         if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             return f"{name} has hooks"
-        if isinstance(module, Attention):
-            rope = module.rope
-            if (
-                rope is None
-                or rope.layout != "half"
-                or rope.length_dependent
-                or rope.rotary_dim != rope.head_dim
-                or module.qk_norm != "full"
-            ):
-                return f"{name} has another RoPE or QK-norm"
         if isinstance(module, RMSNorm) and module.cast != "once":
             return f"{name} casts in another order"
-        if isinstance(module, MoE):
-            plain = module.rule == SoftmaxRule() and module.gate_up is not None
-            if not plain or module.selection_bias is not None or module.shared is not None:
-                return f"{name} has other parts"
+        if isinstance(module, RoPE) and module.length_dependent:
+            return f"{name} depends on the length"
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if dtypes not in ({torch.float32}, {torch.float64}):
         return "parameters must be float32 or float64 throughout"
     if any(p.device.type != "cpu" or type(p) is not nn.Parameter for p in model.parameters()):
         return "parameters must be plain ones on the CPU"
     return "autocast is on" if torch.is_autocast_enabled("cpu") else None
+
+
+def why_not_single(model: nn.Module, *others: type[nn.Module]) -> str | None:
+    """Why `model`, of the modules above and of `others`, cannot be run by these steps, or None."""
+    for name, module in model.named_modules():
+        if isinstance(module, Attention):
+            rope = module.rope
+            half = rope is not None and rope.layout == "half" and rope.rotary_dim == rope.head_dim
+            if not half or module.qk_norm != "full":
+                return f"{name} has another RoPE or QK-norm"
+        if isinstance(module, MoE):
+            plain = module.rule == SoftmaxRule() and module.gate_up is not None
+            if not plain or module.selection_bias is not None or module.shared is not None:
+                return f"{name} has other parts"
+    return why_not_plain(model, (*PARTS, *others))
 
 
 class Turn:

@@ -334,3 +334,67 @@ def test_block_kv_cache_errors():
         causal = Attention(16, num_heads=4, causal=True)
         with pytest.raises(ValueError, match="cache must not be a BlockKVCache where causal"):
             causal(x.float(), positions=columns, cache=BlockKVCache())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("rows", ["one", "equal", "padded"])
+def test_a_pass_without_modules_equals_the_modules(model, monkeypatch, cache, way, rows):
+    """Values, and tokens of whole runs; it is taken where the columns of all rows are one slice."""
+    ids, real = prompts(3)
+    ids, real = (t[:1] if rows == "one" else t for t in (ids, real))
+    ids = torch.where(torch.arange(7) < 5, ids % MASK, ids)  # masks at the end, if anywhere
+    options = {"gen_length": 6, "block_length": 4, "cache": cache, **WAYS[way]}
+    if rows == "padded":
+        options["attention_mask"] = real
+    else:
+        ids[:, 5:] = ids[:1, 5:]
+    taken, seen = [], []
+    offer = MiniLLaDA.columns_pass
+
+    def watched(self, caches):
+        run = offer(self, caches)
+        assert run is not None
+
+        def compared(ids, where, columns, logits_at):
+            taken.append(columns)
+            found = run(ids, where, columns, logits_at)
+            expected = self(ids, position_ids=where, cache=caches, logits_at=logits_at).logits
+            assert_close(found, expected, terms=16 * 24)
+            return found
+
+        return compared
+
+    def sample():
+        return model.diffusion.sample(
+            model, ids, generator=seeded(), callback=lambda *step: seen.append(step), **options
+        )
+
+    monkeypatch.setattr(MiniLLaDA, "columns_pass", watched)
+    fast = sample()
+    monkeypatch.setattr(MiniLLaDA, "columns_pass", lambda self, caches: None)
+    assert torch.equal(fast, sample())
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(seen, seen[len(seen) // 2 :]))
+    assert taken or rows == "padded" or way == "threshold"  # one step may commit all there
+
+
+def test_an_altered_model_goes_through_its_modules(model):
+    altered = copy.deepcopy(model)
+    caches = [BlockKVCache() for _ in altered.layers]
+    ids = torch.randint(MASK, (1, 5))
+    with torch.no_grad():
+        altered(ids, cache=caches, position_ids=torch.arange(5)[None])
+    assert altered.columns_pass(caches) is not None
+    calls = []
+    hook = altered.layers[1].mlp.register_forward_hook(lambda *_: calls.append(1))
+    assert altered.columns_pass(caches) is None
+    altered.diffusion.sample(altered, ids, gen_length=4, block_length=4, cache="dual")
+    assert len(calls) == 4
+    hook.remove()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert altered.columns_pass(caches) is None
+    altered.layers[0].mlp.down = torch.nn.Sequential(altered.layers[0].mlp.down)
+    assert altered.columns_pass(caches) is None
+    assert copy.deepcopy(model).bfloat16().columns_pass(caches) is None
+    with pytest.raises(ValueError, match="covers all columns"):
+        model.columns_pass([BlockKVCache(), BlockKVCache()])

@@ -49,8 +49,10 @@ def read_fasta(file: str | os.PathLike[str]) -> Iterator[FastaRecord]:
         ValueError: text before the first header, or a damaged gzip file.
 
     >>> _ = Path("two.fasta").write_text(">a first\\nMK\\nV\\n>b\\nML\\n")
-    >>> [(record.id, record.sequence, record.line) for record in read_fasta("two.fasta")]
-    [('a', 'MKV', 1), ('b', 'ML', 4)]
+    >>> for record in read_fasta("two.fasta"):
+    ...     print(record)
+    FastaRecord(id='a', sequence='MKV', line=1)
+    FastaRecord(id='b', sequence='ML', line=4)
     """
     with _open(file) as lines:
         header, start = None, 0

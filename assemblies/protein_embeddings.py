@@ -48,12 +48,13 @@ def embed_proteins(
 def embed_residues(
     model: LCPLM, sequences: Sequence[str], *, layer: int = -1, max_tokens: int = MAX_TOKENS
 ) -> list[Tensor]:
-    """The hidden state of every residue, as `embed_proteins`: N tensors (L, C) in model's dtype.
+    """The hidden state of every residue, N tensors (L, C); otherwise as `embed_proteins`.
 
     >>> from brickwork.assemblies import LCPLMConfig
     >>> model = LCPLM(LCPLMConfig(d_model=16, n_layer=1)).eval()
-    >>> [tuple(rows.shape) for rows in embed_residues(model, ["MKTAYIAK", "MLV"])]
-    [(8, 16), (3, 16)]
+    >>> first, second = embed_residues(model, ["MKTAYIAK", "MLV"])
+    >>> first.shape, second.shape
+    (torch.Size([8, 16]), torch.Size([3, 16]))
     """
     found = {i: rows.clone() for i, rows in _each(model, sequences, layer, max_tokens)}
     return [found[i] for i in range(len(found))]

@@ -37,7 +37,7 @@ namespace {
 constexpr int64_t MOST_ROWS = 18 * ROWS;  // of a task: what packing a weight is spread over
 constexpr int64_t FEWEST_ROWS = 4 * ROWS;
 constexpr int64_t DEPTH = 256;  // rows over which the gradient of a weight is summed in registers
-constexpr int64_t TILES = 32;  // of a vector's width: rows of that gradient in a task
+constexpr int64_t MOST_TILES = 64, FEWEST_TILES = 8;  // of a vector's width: its rows in a task
 
 // Rows first ... last of an expert.
 struct Part {
@@ -131,8 +131,8 @@ class Worker {
           const V gate = sums[i][0], up = sums[i][1];
           if (p.both) {
             T* kept = p.both.at<T>(first + i, f);
-            store(kept, 1, features, gate);
-            store(kept + F, 1, features, up);
+            keep(kept, features, gate);
+            keep(kept + F, features, up);
           }
           sums[i][0] = gate * logistic<T>(gate, exp_minus_magnitude<T>(gate)) * up;
         }
@@ -172,6 +172,7 @@ class Worker {
         const Ahead next = block ? Ahead{(char*)panel, (char*)panel, 0}
                            : last ? columns_of(p.gate_up, part.expert, 0)
                                   : columns_of(p.down, part.expert, f + PANEL<T>);
+        for (int i = 0; i < rows; ++i) expect(p.both.at<T>(first + i, f), F);
         multiply<T, STEP<T>>(rows, C, dy + block * C * STEP<T>, panel, sums, next);
         for (int half = 0; half < 2 && half * W < features; ++half) {
           const int count = std::min(W, features - half * W);
@@ -317,6 +318,14 @@ class Worker {
     }
   }
 
+  // Gate and up of a row, which are read after the next product.
+  static void expect(const T* gate, int64_t up) {
+    for (int half = 0; half < 2; ++half) {
+      __builtin_prefetch(gate + half * W, 0, 2);
+      __builtin_prefetch(gate + up + half * W, 0, 2);
+    }
+  }
+
   // Row i of the sums, in place of what was there or added to it, or to where none reads it soon.
   enum class How { store, add, stream };
   void put(T* to, int64_t columns, int i, How how = How::store) const {
@@ -324,12 +333,16 @@ class Worker {
       const int count = int(std::min<int64_t>(W, columns - half * W));
       T* at = to + half * W;
       const V value = sums[i][half];
-      if (how == How::stream && count == W) {
-        stream(at, value);
+      if (how == How::stream) {
+        keep(at, count, value);
       } else {
         store(at, 1, count, how == How::add ? load<T>(at, 1, count) + value : value);
       }
     }
+  }
+  static void keep(T* to, int count, V value) {
+    if (count == W) return stream(to, value);
+    store(to, 1, count, value);
   }
 
   // From the gradient of the unweighted activation: those of gate and up, weighted, and its share in
@@ -396,8 +409,10 @@ bool backward(const Mixture& p) {
   parallel(parts.size(), p.threads,
            [&](int64_t slot, int64_t task) { Worker<T>(p, routing, slot).backward(parts[task]); });
   if (p.dx) combine<T>(p, routing, p.dx, nullptr);
-  const auto cuts = [](int64_t tiles) { return (tiles + TILES - 1) / TILES; };
   const int64_t tiles = 2 * Worker<T>::tiles(p.hidden), tiles_of_down = Worker<T>::tiles(p.width);
+  const int64_t fair = p.experts * (tiles + tiles_of_down) / (8 * std::max<int64_t>(p.threads, 1));
+  const int64_t most = std::min(std::max(fair, FEWEST_TILES), MOST_TILES);
+  const auto cuts = [&](int64_t tiles) { return (tiles + most - 1) / most; };
   const int64_t of_both = p.dgate_up ? cuts(tiles) : 0, of_down = p.ddown ? cuts(tiles_of_down) : 0;
   const int64_t each = of_both + of_down;
   parallel(p.experts * each, p.threads, [&](int64_t slot, int64_t task) {

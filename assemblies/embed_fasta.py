@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -87,6 +88,8 @@ def embed_fasta(
     check_one_of("saved_dtype", saved_dtype, SAVED_DTYPES)
     if resume and overwrite:
         raise ValueError("resume and overwrite must not both be True")
+    if Path(out).exists() and Path(fasta).exists() and Path(out).samefile(fasta):
+        raise ValueError(f"out must not be the FASTA file, got {out} for both")
     numbers = layer_numbers(model, layers)
     with rereadable(fasta) as file:
         found = survey(

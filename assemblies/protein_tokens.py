@@ -66,8 +66,11 @@ def pad_rows(rows: Sequence[Sequence[int]]) -> ProteinBatch:
 
 
 def _residue_ids(sequence: str, index: int) -> list[int]:
-    ids: list[int] = []
-    at = 0
+    letters = list(map(_ID.get, sequence))
+    ids = [i for i in letters if i is not None]
+    if len(ids) == len(letters):
+        return ids
+    ids, at = [], 0
     while at < len(sequence):
         found = _TOKEN.match(sequence, at)
         if found is None or found.group() in ("<cls>", "<pad>", "<eos>"):

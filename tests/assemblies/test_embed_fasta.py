@@ -359,6 +359,14 @@ lc_plm_cli.main(sys.argv[1:])
     assert sorted(p.name for p in tmp_path.glob("out*")) == ["out"]
 
 
+def test_the_fasta_file_is_not_overwritten(tmp_path):
+    path = fasta(tmp_path, ["MK"])
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="out must not be the FASTA file"):
+        embed_fasta(tiny(), path, path, overwrite=True)
+    assert path.read_bytes() == before
+
+
 def test_windows_are_short_and_their_borders_show_nowhere(tmp_path, monkeypatch):
     model, sequences = tiny(), proteins(60, 20)
     path = fasta(tmp_path, sequences)

@@ -11,7 +11,12 @@ from torch import Tensor
 
 from brickwork.kernels.backend import choose, compute_dtype
 from brickwork.kernels.checks import check_shapes
-from brickwork.kernels.selective_scan import check_scan, selective_scan, selective_scan_reference
+from brickwork.kernels.selective_scan import (
+    check_scan,
+    choose_scan,
+    selective_scan,
+    selective_scan_reference,
+)
 from brickwork.kernels.sequences import check_mask, check_seq_ids, sequence_starts, why_not_plain
 
 
@@ -40,7 +45,8 @@ def bidirectional_scan(
     """The sum of a scan from the left and a scan from the right.
 
     `y = selective_scan(*forward, z).y + selective_scan(*backward, z, reverse=True).y`; the compiled
-    backend runs both over a tile of channels at once and adds them there.
+    backend runs both over a tile of channels at once and adds them there, Triton both in one
+    launch.
 
     Paper: Wang et al., *Long-context Protein Language Modeling Using Bidirectional Mamba with
     Shared Projection Layers*, 2024.
@@ -51,7 +57,8 @@ def bidirectional_scan(
             `forward.x`'s dtype.
         z: (B, T, E), the gate of both.
         softplus, mask, seq_ids: of both, as in `selective_scan`.
-        backend: "torch", "cpu" or "triton"; without "cpu", `selective_scan` is called twice.
+        backend: "torch", "cpu" or "triton"; "auto" takes "triton" where `selective_scan` would, and
+            without either calls that twice.
 
     Returns:
         (B, T, E).
@@ -95,7 +102,9 @@ def bidirectional_scan(
     if backend == "torch":
         return bidirectional_scan_reference(*sides.values(), seq_ids=seq_ids, **options)
     options["seq_ids"] = seq_ids
-    if backend == "triton":  # under auto `selective_scan` chooses, maybe another backend on a GPU
+    if chosen == "triton" and (
+        backend == "triton" or _scans_in_triton(sides["forward"], **options)
+    ):
         from brickwork.kernels.bidirectional_scan_triton import bidirectional_scan_triton
 
         return bidirectional_scan_triton(*sides.values(), **options)
@@ -121,6 +130,12 @@ def bidirectional_scan_reference(
 
 def _one_way(scan: Any, inputs: ScanInputs, **options: Any) -> Tensor:
     return scan(*inputs[:5], D=inputs.D, delta_bias=inputs.delta_bias, **options).y
+
+
+def _scans_in_triton(side: ScanInputs, *, softplus: bool, **options: Tensor | None) -> bool:
+    """Whether `selective_scan` would, maybe because nothing else that it prefers can."""
+    given: dict[str, Any] = {"D": side.D, "delta_bias": side.delta_bias, **options}
+    return choose_scan("auto", *side[:5], **given) == "triton"
 
 
 def _why_not_triton(*tensors: Tensor | None) -> str | None:

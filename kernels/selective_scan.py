@@ -85,31 +85,13 @@ def selective_scan(
     size = check_scan(x, delta, A, B, C, D, z, delta_bias, softplus, reverse, initial_state)
     mask = check_mask(mask, size)
     check_seq_ids(seq_ids, size)
-    limits = {
-        "D": D,
-        "z": z,
-        "delta_bias": delta_bias,
-        "mask": mask,
-        "seq_ids": seq_ids,
-        "initial_state": initial_state,
-    }
-    chosen = choose(
-        "selective_scan",
-        backend,
-        torch=lambda: why_not_plain(x),
-        cpu=lambda: _why_not_cpu(x),
-        mamba_ssm=lambda: _why_not_mamba_ssm(x, delta, A, B, C, **limits),
-        triton=lambda: _why_not_triton(x, delta, A, B, C, D, z, delta_bias, initial_state),
-        chunked=why_not_opaque,
-    )
+    tensors = {"D": D, "z": z, "delta_bias": delta_bias, "initial_state": initial_state}
+    chosen = choose_scan(backend, x, delta, A, B, C, **tensors, mask=mask, seq_ids=seq_ids)
     options: dict[str, Any] = {
-        "D": D,
-        "z": z,
-        "delta_bias": delta_bias,
+        **tensors,
         "softplus": softplus,
         "reverse": reverse,
         "mask": mask,
-        "initial_state": initial_state,
     }
     if chosen == "torch":
         return selective_scan_reference(x, delta, A, B, C, seq_ids=seq_ids, **options)
@@ -131,6 +113,33 @@ def selective_scan(
     from brickwork.kernels.selective_scan_chunked import selective_scan_chunked
 
     return SelectiveScanOutput(*selective_scan_chunked(x, delta, A, B, C, **options))
+
+
+def choose_scan(
+    backend: str,
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    **sequences: Tensor | None,
+) -> str:
+    """The backend that runs the scan of these checked arguments."""
+    tensors = {"D": D, "z": z, "delta_bias": delta_bias, "initial_state": initial_state}
+    return choose(
+        "selective_scan",
+        backend,
+        torch=lambda: why_not_plain(x),
+        cpu=lambda: _why_not_cpu(x),
+        mamba_ssm=lambda: _why_not_mamba_ssm(x, delta, A, B, C, **tensors, **sequences),
+        triton=lambda: _why_not_triton(x, delta, A, B, C, *tensors.values()),
+        chunked=why_not_opaque,
+    )
 
 
 def _why_not_cpu(x: Tensor) -> str | None:

@@ -14,7 +14,9 @@ import triton.language as tl
 from brickwork.kernels.selective_scan_triton_forward import (
     LOG2_E,
     VARY,
+    chosen,
     decay_of,
+    direction_of,
     numbers_of,
     per_channel,
     place_of,
@@ -26,12 +28,12 @@ from brickwork.kernels.selective_scan_triton_forward import (
 
 
 @triton.jit
-def _slopes(DY, Z, dy_token, z_token, e, inside, t, reals, TURN: tl.constexpr):
+def _slopes(DY, Z, dy_token, z_token, e, inside, t, reals, turn):
     """The gradient of (C · h + D x) at each token."""
-    slopes = rows_of(DY, dy_token, e, inside, t, reals, TURN)
+    slopes = rows_of(DY, dy_token, e, inside, t, reals, turn)
     if Z is not None:
         gated = ()
-        zs = rows_of(Z, z_token, e, inside, t, reals, TURN)
+        zs = rows_of(Z, z_token, e, inside, t, reals, turn)
         for j in tl.static_range(len(slopes)):
             gated = gated + (slopes[j] * zs[j] * tl.sigmoid(zs[j]),)
         slopes = gated
@@ -40,35 +42,37 @@ def _slopes(DY, Z, dy_token, z_token, e, inside, t, reals, TURN: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARY)
 def backward_summary_kernel(
-    DY, DELTA, A, BC, Z, BIAS, FLAGS, CARRY, DECAY, dy_batch, dy_token, delta_batch, delta_token,
-    z_batch, z_token, tokens, padded, channels, groups, states, segments, segment,
-    SOFTPLUS: tl.constexpr, TURN: tl.constexpr, N: tl.constexpr, Q: tl.constexpr,
+    DY, DELTA, DELTA_2, A, BC, Z, BIAS, BIAS_2, FLAGS, CARRY, DECAY, dy_batch, dy_token,
+    delta_batch, delta_token, z_batch, z_token, batch, tokens, padded, channels, width, groups,
+    states, segments, segment, reverse, SOFTPLUS: tl.constexpr, N: tl.constexpr, Q: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """For all segments but the first: what each adds to the gradient of the state in front of it
     (CARRY, which holds zeros), and how much of that of the state behind it arrives (DECAY)."""
     row, part, begin, end, group, _, e, inside = place_of(
-        tokens, channels, groups, segment, 1, segments - 1, BLOCK
+        tokens, width, groups, segment, 1, segments - 1, BLOCK
     )
-    DY += row * dy_batch
-    DELTA += row * delta_batch
+    second, given, origin, turn = direction_of(row, batch, reverse, tokens)
+    DY += given * dy_batch
+    DELTA = chosen(second, DELTA, DELTA_2) + given * delta_batch
+    A += tl.where(second, states * channels, 0)
     BC += (row * groups + group) * padded * (2 * N)
     CARRY += (row * segments + part) * states * channels
     if FLAGS is not None:
         FLAGS += row * tokens
     if Z is not None:
-        Z += row * z_batch
-    bias = per_channel(BIAS, e, inside)
+        Z += given * z_batch
+    bias = per_channel(chosen(second, BIAS, BIAS_2), e, inside)
     total = tl.zeros((BLOCK,), tl.float32)
     cut = 0
     blocks = tl.cdiv(end - begin, Q)
     for i in range(blocks):
         first = begin + (blocks - 1 - i) * Q
-        t, reals, starts = tokens_of(FLAGS, first, end, tokens, TURN, Q)
+        t, reals, starts = tokens_of(FLAGS, first, end, origin, turn, Q)
         steps = steps_of(
-            rows_of(DELTA, delta_token, e, inside, t, reals, TURN), bias, reals, SOFTPLUS
+            rows_of(DELTA, delta_token, e, inside, t, reals, turn), bias, reals, SOFTPLUS
         )
-        slopes = _slopes(DY, Z, dy_token, z_token, e, inside, t, reals, TURN)
+        slopes = _slopes(DY, Z, dy_token, z_token, e, inside, t, reals, turn)
         for j in tl.static_range(Q):
             total += steps[j]
         cut |= starts
@@ -89,38 +93,40 @@ def backward_summary_kernel(
 
 @triton.jit(do_not_specialize=VARY)
 def backward_kernel(
-    DY, X, DELTA, A, BC, D, Z, BIAS, FLAGS, STATES, CARRY, SCRATCH, DX, DDELTA, DA, SHARES, DZ,
-    SUMS, dy_batch, dy_token, x_batch, x_token, delta_batch, delta_token, z_batch, z_token, batch,
-    tokens, padded, channels, groups, states, segments, segment, chunk, nought,
-    SOFTPLUS: tl.constexpr, TURN: tl.constexpr, N: tl.constexpr, Q: tl.constexpr,
+    DY, X, X_2, DELTA, DELTA_2, A, BC, D, D_2, Z, BIAS, BIAS_2, FLAGS, STATES, CARRY, SCRATCH, DX,
+    DDELTA, DA, SHARES, DZ, SUMS, dy_batch, dy_token, x_batch, x_token, delta_batch, delta_token,
+    z_batch, z_token, rows, batch, tokens, padded, channels, width, groups, states, segments,
+    segment, chunk, nought, reverse, SOFTPLUS: tl.constexpr, N: tl.constexpr, Q: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Every gradient of each segment, from the gradient of the state behind it (CARRY, which
     becomes that of the state in front of it) and the states in front of its chunks.
 
-    DA (batch, segments, N, E), which holds zeros, SUMS (batch, segments, 2, E) of D and the bias,
-    and SHARES of B and C (blocks of a group, batch, groups, padded, 2, N), in scan order, at
-    padding whatever, are for the caller to sum up. SCRATCH takes the states in front of a chunk's
+    DA (rows, segments, N, E), which holds zeros, SUMS (rows, segments, 2, E) of D and the bias,
+    and SHARES of B and C (blocks of a group, rows, groups, padded, 2, N), in scan order, at padding
+    whatever, are for the caller to sum up. SCRATCH takes the states in front of a chunk's
     groups of Q tokens.
     """
     row, part, begin, end, group, block, e, inside = place_of(
-        tokens, channels, groups, segment, 0, segments, BLOCK
+        tokens, width, groups, segment, 0, segments, BLOCK
     )
-    X += row * x_batch
-    DY += row * dy_batch
-    DELTA += row * delta_batch
+    second, given, origin, turn = direction_of(row, batch, reverse, tokens)
+    DY += given * dy_batch
+    DELTA = chosen(second, DELTA, DELTA_2) + given * delta_batch
+    A += tl.where(second, states * channels, 0)
+    X = chosen(second, X, X_2) + given * x_batch
     BC += (row * groups + group) * padded * (2 * N)
     CARRY += (row * segments + part) * states * channels
     DA += (row * segments + part) * states * channels
     STATES += row * tl.cdiv(tokens, chunk) * states * channels
     SCRATCH += (row * segments + part) * (chunk // Q) * states * channels
-    SHARES += ((block * batch + row) * groups + group) * padded * (2 * N)
+    SHARES += ((block * rows + row) * groups + group) * padded * (2 * N)
     if FLAGS is not None:
         FLAGS += row * tokens
     if Z is not None:
-        Z += row * z_batch
-    bias = per_channel(BIAS, e, inside)
-    skip = per_channel(D, e, inside)
+        Z += given * z_batch
+    bias = per_channel(chosen(second, BIAS, BIAS_2), e, inside)
+    skip = per_channel(chosen(second, D, D_2), e, inside)
     dskip = tl.zeros((BLOCK,), tl.float32)
     dbias = tl.zeros((BLOCK,), tl.float32)
     chunks = tl.cdiv(end - begin, chunk)
@@ -135,11 +141,11 @@ def backward_kernel(
         for k in range(blocks - 1):
             tl.debug_barrier()
             first = front + k * Q
-            t, reals, starts = tokens_of(FLAGS, first, end, tokens, TURN, Q)
+            t, reals, starts = tokens_of(FLAGS, first, end, origin, turn, Q)
             steps = steps_of(
-                rows_of(DELTA, delta_token, e, inside, t, reals, TURN), bias, reals, SOFTPLUS
+                rows_of(DELTA, delta_token, e, inside, t, reals, turn), bias, reals, SOFTPLUS
             )
-            pushes = products_of(steps, rows_of(X, x_token, e, inside, t, reals, TURN))
+            pushes = products_of(steps, rows_of(X, x_token, e, inside, t, reals, turn))
             for n in range(states):
                 at = n * channels + e
                 h = tl.load(SCRATCH + k * states * channels + at, mask=inside, other=0.0)
@@ -154,12 +160,12 @@ def backward_kernel(
             tl.debug_barrier()
             k = blocks - 1 - back_k
             first = front + k * Q
-            t, reals, starts = tokens_of(FLAGS, first, end, tokens, TURN, Q)
+            t, reals, starts = tokens_of(FLAGS, first, end, origin, turn, Q)
             steps = steps_of(
-                rows_of(DELTA, delta_token, e, inside, t, reals, TURN), bias, reals, SOFTPLUS
+                rows_of(DELTA, delta_token, e, inside, t, reals, turn), bias, reals, SOFTPLUS
             )
-            pushes = products_of(steps, rows_of(X, x_token, e, inside, t, reals, TURN))
-            slopes = _slopes(DY, Z, dy_token, z_token, e, inside, t, reals, TURN)
+            pushes = products_of(steps, rows_of(X, x_token, e, inside, t, reals, turn))
+            slopes = _slopes(DY, Z, dy_token, z_token, e, inside, t, reals, turn)
             share = SHARES + tl.cast(first, tl.int64) * (2 * N)
             dpushes, dsteps, outs = (), (), ()
             for _ in tl.static_range(Q):
@@ -200,12 +206,12 @@ def backward_kernel(
                 dpushes, dsteps = on_push, on_step
                 tl.store(CARRY + at, g, mask=inside)
                 tl.store(DA + at, drate, mask=inside)
-            t, reals, starts = tokens_of(FLAGS, first + nought, end, tokens, TURN, Q)
-            xs = rows_of(X, x_token, e, inside, t, reals, TURN)
-            raw = rows_of(DELTA, delta_token, e, inside, t, reals, TURN)
+            t, reals, starts = tokens_of(FLAGS, first + nought, end, origin, turn, Q)
+            xs = rows_of(X, x_token, e, inside, t, reals, turn)
+            raw = rows_of(DELTA, delta_token, e, inside, t, reals, turn)
             if Z is not None:
-                zs = rows_of(Z, z_token, e, inside, t, reals, TURN)
-                dys = rows_of(DY, dy_token, e, inside, t, reals, TURN)
+                zs = rows_of(Z, z_token, e, inside, t, reals, turn)
+                dys = rows_of(DY, dy_token, e, inside, t, reals, turn)
             out = (row * tokens + t) * channels + e
             for j in tl.static_range(Q):
                 dx = steps[j] * dpushes[j] + skip * slopes[j]
@@ -226,7 +232,7 @@ def backward_kernel(
                     if FLAGS is not None:
                         dz = tl.where(reals[j], dz, 0.0)
                     tl.store(DZ + out, dz.to(DZ.dtype.element_ty), mask=there)
-                out += channels * TURN
+                out += channels * turn
         tl.debug_barrier()  # the next chunk writes SCRATCH
     SUMS += (row * segments + part) * 2 * channels + e
     tl.store(SUMS, dskip, mask=inside)

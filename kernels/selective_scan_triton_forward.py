@@ -2,6 +2,10 @@
 # Triton's language has no Python types.
 """The kernels of `selective_scan_triton` for values, and what those for gradients share.
 
+A launch takes the `batch` rows of one direction or, after them, those of the other one too, which
+has pointers of its own, named _2, with the same strides; `reverse` says whether the first direction
+is the one from the right. What the launcher allocates has all `rows` of both.
+
 A program takes BLOCK channels of one row and one segment of its tokens, and Q tokens at a time: it
 loads what belongs to the channels, and then, for one n after the other, carries the n-th state of
 its channels through the Q tokens in registers. Between groups of Q tokens the states wait in CARRY.
@@ -22,44 +26,60 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-VARY = ["tokens", "segments", "segment", "nought"]
+VARY = ["batch", "tokens", "segments", "segment", "nought", "reverse"]
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
+def direction_of(row, batch, reverse, tokens):
+    """Of a row: whether it is one of the second direction, which row of the inputs, the token that
+    comes first, and how far apart tokens lie (1 or -1)."""
+    second = row >= batch
+    backwards = tl.where(second, 1 - reverse, reverse)
+    return second, tl.where(second, row - batch, row), backwards * (tokens - 1), 1 - 2 * backwards
+
+
+@triton.jit
+def chosen(second, P, P_2):
+    """The pointer of a row's direction."""
+    if P is None:
+        return P
+    else:
+        return tl.where(second, P_2, P)
+
+
+@triton.jit(do_not_specialize=["batch", "tokens", "reverse"])
 def prepare_kernel(
-    B, C, FLAGS, BC, b_batch, b_token, b_group, c_batch, c_token, c_group, tokens, padded, groups,
-    REVERSE: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    B, B_2, C, C_2, FLAGS, BC, b_batch, b_token, b_group, c_batch, c_token, c_group, batch, tokens,
+    padded, groups, reverse, N: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """B and C in scan order, (batch, groups, padded, 2, N) in float32, 0 where no real token is."""
+    """B and C in scan order, (rows, groups, padded, 2, N) in float32, 0 where no real token is."""
     blocks = tl.cdiv(padded, ROWS)
     s = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    group = row % groups
-    batch_row = row // groups
+    both = (tl.program_id(0) // blocks).to(tl.int64)
+    group = both % groups
+    row = both // groups
+    second, given, origin, turn = direction_of(row, batch, reverse, tokens)
     n = tl.arange(0, COLUMNS)[None, :]
-    if REVERSE:
-        t = (tokens - 1 - s).to(tl.int64)
-    else:
-        t = s.to(tl.int64)
+    t = (origin + s * turn).to(tl.int64)
     real = s < tokens
     if FLAGS is not None:
-        real = (tl.load(FLAGS + batch_row * tokens + t, mask=real, other=0).to(tl.int32) & 1) != 0
+        real = (tl.load(FLAGS + row * tokens + t, mask=real, other=0).to(tl.int32) & 1) != 0
     mask = real[:, None] & (n < N)
-    t = t[:, None]
-    b = tl.load(B + batch_row * b_batch + group * b_group + t * b_token + n, mask=mask, other=0.0)
-    c = tl.load(C + batch_row * c_batch + group * c_group + t * c_token + n, mask=mask, other=0.0)
-    out = BC + (row * padded + s[:, None]) * (2 * N) + n
+    b_at = given * b_batch + group * b_group + t[:, None] * b_token + n
+    c_at = given * c_batch + group * c_group + t[:, None] * c_token + n
+    b = tl.load(chosen(second, B, B_2) + b_at, mask=mask, other=0.0)
+    c = tl.load(chosen(second, C, C_2) + c_at, mask=mask, other=0.0)
+    out = BC + (both * padded + s[:, None]) * (2 * N) + n
     mask = (s < padded)[:, None] & (n < N)
     tl.store(out, b.to(tl.float32), mask=mask)
     tl.store(out + N, c.to(tl.float32), mask=mask)
 
 
 @triton.jit
-def place_of(tokens, channels, groups, segment, part, parts, BLOCK: tl.constexpr):
+def place_of(tokens, width, groups, segment, part, parts, BLOCK: tl.constexpr):
     """Of this program, one of those for the `parts` segments from `part` on: row, segment, its
-    first place, the place behind it, group, the number of its block in the group, its channels,
-    which of them there are."""
-    width = channels // groups
+    first place, the place behind it, group (of `width` channels), the number of its block in the
+    group, its channels, which of them there are."""
     blocks = tl.cdiv(width, BLOCK)
     block = tl.program_id(0) % (groups * blocks)
     row = tl.program_id(0) // (groups * blocks)
@@ -90,18 +110,15 @@ def _softplus(v):
 
 
 @triton.jit
-def tokens_of(FLAGS, first, end, tokens, TURN: tl.constexpr, Q: tl.constexpr):
+def tokens_of(FLAGS, first, end, origin, turn, Q: tl.constexpr):
     """Q tokens from place `first` on: the first of them, and for each whether it is real, and
-    a bit whether a sequence starts at it. The others lie TURN (1 or -1) apart."""
-    if TURN < 0:
-        t = tl.cast(tokens - 1 - first, tl.int64)
-    else:
-        t = tl.cast(first, tl.int64)
+    a bit whether a sequence starts at it. The others lie `turn` (1 or -1) apart."""
+    t = tl.cast(origin + first * turn, tl.int64)
     reals, starts = (), 0
     for j in tl.static_range(Q):
         real = first + j < end
         if FLAGS is not None:
-            flags = tl.load(FLAGS + t + j * TURN, mask=real, other=0).to(tl.int32)
+            flags = tl.load(FLAGS + t + j * turn, mask=real, other=0).to(tl.int32)
             real = (flags & 1) != 0
             starts += (flags >> 1) << j
         reals = reals + (real,)
@@ -109,7 +126,7 @@ def tokens_of(FLAGS, first, end, tokens, TURN: tl.constexpr, Q: tl.constexpr):
 
 
 @triton.jit
-def rows_of(X, token_stride, e, inside, t, reals, TURN: tl.constexpr):
+def rows_of(X, token_stride, e, inside, t, reals, turn):
     """X at each token, 0 where it is not real."""
     stride = tl.cast(token_stride, tl.int64)
     at = X + t * stride + e
@@ -117,7 +134,7 @@ def rows_of(X, token_stride, e, inside, t, reals, TURN: tl.constexpr):
     for j in tl.static_range(len(reals)):
         row = tl.load(at, mask=inside & reals[j], other=0.0)
         rows = rows + (row.to(tl.float32),)
-        at += stride * TURN
+        at += stride * turn
     return rows
 
 
@@ -171,38 +188,40 @@ def decay_of(DECAY, A, total, cut, channels, states, e, inside):
 
 @triton.jit(do_not_specialize=VARY)
 def forward_kernel(
-    X, DELTA, A, BC, D, Z, BIAS, FLAGS, CARRY, DECAY, STATES, Y, x_batch, x_token, delta_batch,
-    delta_token, z_batch, z_token, tokens, padded, channels, groups, states, segments, segment,
-    chunk, nought, SUMMARY: tl.constexpr, SOFTPLUS: tl.constexpr, TURN: tl.constexpr,
-    N: tl.constexpr, Q: tl.constexpr, BLOCK: tl.constexpr,
+    X, X_2, DELTA, DELTA_2, A, BC, D, D_2, Z, BIAS, BIAS_2, FLAGS, CARRY, DECAY, STATES, Y,
+    x_batch, x_token, delta_batch, delta_token, z_batch, z_token, batch, tokens, padded, channels,
+    width, groups, states, segments, segment, chunk, nought, reverse, SUMMARY: tl.constexpr,
+    SOFTPLUS: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Carries CARRY (batch, segments, N, E) through each segment, from the state in front of it to
+    """Carries CARRY (rows, segments, N, E) through each segment, from the state in front of it to
     that behind it; gives Y and, where STATES is, the state in front of every chunk.
 
     As a SUMMARY it starts from zeros, for all segments but the last, and gives DECAY instead of Y:
     how much of a state in front of the segment is left behind it.
     """
     row, part, begin, end, group, _, e, inside = place_of(
-        tokens, channels, groups, segment, 0, segments - 1 if SUMMARY else segments, BLOCK
+        tokens, width, groups, segment, 0, segments - 1 if SUMMARY else segments, BLOCK
     )
-    X += row * x_batch
-    DELTA += row * delta_batch
+    second, given, origin, turn = direction_of(row, batch, reverse, tokens)
+    X = chosen(second, X, X_2) + given * x_batch
+    DELTA = chosen(second, DELTA, DELTA_2) + given * delta_batch
+    A += tl.where(second, states * channels, 0)
     BC += (row * groups + group) * padded * (2 * N)
     CARRY += (row * segments + part) * states * channels
     if FLAGS is not None:
         FLAGS += row * tokens
     if STATES is not None:
         STATES += row * tl.cdiv(tokens, chunk) * states * channels
-    bias = per_channel(BIAS, e, inside)
-    skip = per_channel(D, e, inside)
+    bias = per_channel(chosen(second, BIAS, BIAS_2), e, inside)
+    skip = per_channel(chosen(second, D, D_2), e, inside)
     total = tl.zeros((BLOCK,), tl.float32)
     cut = 0
     for first in range(begin, end, Q):
-        t, reals, starts = tokens_of(FLAGS, first, end, tokens, TURN, Q)
+        t, reals, starts = tokens_of(FLAGS, first, end, origin, turn, Q)
         steps = steps_of(
-            rows_of(DELTA, delta_token, e, inside, t, reals, TURN), bias, reals, SOFTPLUS
+            rows_of(DELTA, delta_token, e, inside, t, reals, turn), bias, reals, SOFTPLUS
         )
-        xs = rows_of(X, x_token, e, inside, t, reals, TURN)
+        xs = rows_of(X, x_token, e, inside, t, reals, turn)
         pushes = products_of(steps, xs)
         ys = ()
         for j in tl.static_range(Q):
@@ -231,9 +250,9 @@ def forward_kernel(
             ys = sums
             tl.store(CARRY + at, h, mask=inside)
         if not SUMMARY:
-            t, reals, starts = tokens_of(FLAGS, first + nought, end, tokens, TURN, Q)
+            t, reals, starts = tokens_of(FLAGS, first + nought, end, origin, turn, Q)
             if Z is not None:
-                zs = rows_of(Z + row * z_batch, z_token, e, inside, t, reals, TURN)
+                zs = rows_of(Z + given * z_batch, z_token, e, inside, t, reals, turn)
             at = Y + (row * tokens + t) * channels + e
             for j in tl.static_range(Q):
                 y = ys[j]
@@ -242,7 +261,7 @@ def forward_kernel(
                 if FLAGS is not None:
                     y = tl.where(reals[j], y, 0.0)
                 tl.store(at, y.to(Y.dtype.element_ty), mask=inside & (first + j < end))
-                at += channels * TURN
+                at += channels * turn
         tl.debug_barrier()  # the next tokens read CARRY
     if SUMMARY:
         DECAY += (row * segments + part) * states * channels

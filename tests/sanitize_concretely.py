@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from triton.runtime.interpreter import TensorHandle
 from triton_viz.clients.sanitizer import sanitizer
 from z3 import IntVal
@@ -29,6 +30,9 @@ def concretely() -> None:
         return self.concrete_fn(self.lhs.concretize(), self.rhs.concretize())
 
     sanitizer.BinarySymbolicExpr.concretize = concretize
+    sanitizer.WhereSymbolicExpr.concretize = lambda self: self.concrete_fn(
+        self.cond.concretize(), self.lhs.concretize(), self.rhs.concretize(), np.where
+    )
     register = sanitizer.SymbolicSanitizer.register_for_loop_callback
 
     def register_for_loop_callback(self: Any) -> Any:

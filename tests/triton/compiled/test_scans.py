@@ -15,7 +15,12 @@ from resources import configurations
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from brickwork.kernels import causal_conv1d_triton, selective_scan_triton
+from brickwork.kernels import (
+    bidirectional_scan_triton,
+    causal_conv1d_triton,
+    selective_scan_triton,
+    selective_scan_triton_launch,
+)
 from brickwork.kernels.backend import BackendUnavailable
 from brickwork.kernels.bidirectional_scan import bidirectional_scan
 from brickwork.kernels.causal_conv1d import causal_conv1d
@@ -131,8 +136,14 @@ def test_both_directions():
         side = (*inputs, options["D"], options["delta_bias"])
         with Ops() as ops:
             y = bidirectional_scan(side, side, z=options["z"], softplus=True)
-        assert ops.names == ["selective_scan_triton"] * 2
+        assert ops.names == ["bidirectional_scan_triton"]
         assert y.shape == inputs[0].shape
+        pairs = [*side, *side, options["z"], None, True]
+        y, states = bidirectional_scan_triton._forward_op(*pairs, True)
+        *grads, dz = bidirectional_scan_triton._backward_op(y, states, *pairs)
+        for grad, t in zip([*grads, dz], [*side, options["z"]]):
+            shape = t.shape if grad is dz else (2, *t.shape)
+            assert (grad.shape, grad.dtype, grad.device) == (shape, t.dtype, t.device)
 
 
 class Launched:
@@ -163,11 +174,11 @@ def test_every_launch_is_in_the_table(monkeypatch, dtype, size, padded):
         for module in ("causal_conv1d_triton", "selective_scan_triton")
     }
     launches = []
-    for module in (causal_conv1d_triton, selective_scan_triton):
+    for module in (causal_conv1d_triton, selective_scan_triton_launch):
         for name in [n for n in vars(module) if n.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Launched(launches, getattr(module, name)))
     monkeypatch.setattr(
-        selective_scan_triton.triton_support, "multiprocessors", lambda x: 132, raising=True
+        selective_scan_triton_launch.triton_support, "multiprocessors", lambda x: 132, raising=True
     )
     monkeypatch.setattr(sys.modules[__name__], "DEVICE", "meta")
     inputs, options = conv_problem(*size, dtype=dtype, W=width)
@@ -182,7 +193,11 @@ def test_every_launch_is_in_the_table(monkeypatch, dtype, size, padded):
     rest = (on_gpu(*size[:2], dtype=torch.uint8) if padded else None, True, padded)
     y, final, states = selective_scan_triton._forward(*floats, *rest, True)
     selective_scan_triton._backward(y, final, states, *floats, *rest)
-    assert len(launches) >= 6
+    pairs = [*inputs, *(options[k] for k in ("D", "delta_bias"))] * 2
+    flags = on_gpu(2 * size[0], size[1], dtype=torch.uint8) if padded else None
+    y, states = bidirectional_scan_triton._forward(*pairs, options["z"], flags, True, True)
+    bidirectional_scan_triton._backward(y, states, *pairs, options["z"], flags, True)
+    assert len(launches) >= 10
     for kernel, grid, given in launches:
         assert len(grid) == 1
         wanted = {
@@ -199,5 +214,5 @@ def test_every_launch_is_in_the_table(monkeypatch, dtype, size, padded):
         assert alike, (kernel.__name__, wanted, given["num_warps"])
         if "FLAGS" in given and given["FLAGS"] is not None and "Q" in given:
             assert any(c.constants.get("FLAGS", ...) is ... for c in alike), kernel.__name__
-        sizes = {"tokens", "per_program", "segments", "segment"} & set(given)
+        sizes = {"tokens", "batch", "per_program", "segments", "segment"} & set(given)
         assert sizes <= {p.name for p in kernel.params if p.do_not_specialize}

@@ -8,7 +8,8 @@ from interpreter import assert_well_behaved, count_bytes, sparse_tensor
 from problems import SCAN_OPTIONS, ScanProblem
 from support import assert_close, assert_same_function, gradients
 
-from brickwork.kernels import selective_scan_triton as launches
+from brickwork.kernels import selective_scan_triton as ops
+from brickwork.kernels import selective_scan_triton_launch as launches
 from brickwork.kernels.backend import BackendUnavailable, prefer
 from brickwork.kernels.selective_scan import selective_scan
 
@@ -20,15 +21,15 @@ CHUNK = 4
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch):
     """Chunks of 4 tokens, walked through 4 (forward) and 2 (backward) at a time."""
-    monkeypatch.setattr(launches, "_chunk", lambda state: CHUNK)
-    monkeypatch.setattr(launches, "_Q_FORWARD", 4)
-    monkeypatch.setattr(launches, "_Q_BACKWARD", 2)
+    monkeypatch.setattr(launches, "chunk_of", lambda state: CHUNK)
+    monkeypatch.setattr(launches, "Q_FORWARD", 4)
+    monkeypatch.setattr(launches, "Q_BACKWARD", 2)
 
 
 @pytest.fixture(params=["one segment", "segments"])
 def segments(request, monkeypatch):
     """With the interpreter's three multiprocessors every chunk is a segment; or all are one."""
-    monkeypatch.setattr(launches, "_ENOUGH", 0 if request.param == "one segment" else 4)
+    monkeypatch.setattr(launches, "ENOUGH", 0 if request.param == "one segment" else 4)
 
 
 class Problem(ScanProblem):
@@ -65,14 +66,14 @@ def test_sizes(size):
 @settings(max_examples=10)
 def test_every_combination(T, G, options, softplus, reverse, enough):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launches, "_ENOUGH", enough)
+        patch.setattr(launches, "ENOUGH", enough)
         Problem(1, T, 2, 2, G, options, softplus=softplus, reverse=reverse).check()
 
 
 def test_many_states_and_real_chunks(monkeypatch):
     """As dispatched: N = 17, chunks of 64 tokens, 8 and 4 at a time."""
     monkeypatch.undo()
-    assert [launches._chunk(N) for N in (1, 16, 17, 40, 64, 256)] == [64, 64, 64, 128, 256, 256]
+    assert [launches.chunk_of(N) for N in (1, 16, 17, 40, 64, 256)] == [64, 64, 64, 128, 256, 256]
     Problem(1, 19, 2, 17, options={"z", "seq_ids"}).check()
 
 
@@ -282,15 +283,15 @@ def test_the_ops_are_well_registered():
     p = Problem(2, 2, 3, 2, 3)
     leaves = [t.requires_grad_() for t in p.floats]
     flags = (torch.randint(0, 2, (2, 2)).to(torch.uint8), True, False)
-    torch.library.opcheck(launches._forward_op, (*leaves, *flags, True))
+    torch.library.opcheck(ops._forward_op, (*leaves, *flags, True))
     x, delta, A, B, C = leaves[:5]
     torch.library.opcheck(
-        launches._forward_op, (x, delta, A, B, C, *[None] * 5, False, True, False)
+        ops._forward_op, (x, delta, A, B, C, *[None] * 5, False, True, False)
     )
     plain = [t.detach() for t in leaves]
-    _, final, states = launches._forward_op(*plain, *flags, True)
+    _, final, states = ops._forward_op(*plain, *flags, True)
     upstream = (torch.randn(2, 2, 3), torch.randn_like(final))
-    torch.library.opcheck(launches._backward_op, (*upstream, states, *plain, *flags))
+    torch.library.opcheck(ops._backward_op, (*upstream, states, *plain, *flags))
 
 
 def test_kept_states_are_a_quarter_of_x(monkeypatch):
@@ -298,15 +299,15 @@ def test_kept_states_are_a_quarter_of_x(monkeypatch):
     monkeypatch.undo()
     for N in (1, 16, 40, 64):
         x, A = torch.randn(1, 1024, 16), torch.randn(16, N)
-        states = launches._empty_results(x, A, True)[2]
+        states = ops._empty_results(x, A, True)[2]
         assert states.numel() <= x.numel() * max(N, 16) / 64
-        assert launches._empty_results(x, A, False)[2].numel() == 0
+        assert ops._empty_results(x, A, False)[2].numel() == 0
 
 
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_bytes(way, monkeypatch):
     """What the launcher's docstring states: every value of a token once from memory."""
-    monkeypatch.setattr(launches, "_ENOUGH", 0)
+    monkeypatch.setattr(launches, "ENOUGH", 0)
     B, T, E, N = 1, 8, 5, 3
     p = Problem(B, T, E, N, options={"D", "z", "delta_bias"})
     leaves = [t.bfloat16() if t.dim() == 3 else t for t in p.floats]
@@ -351,18 +352,26 @@ def test_offsets_past_two_to_the_31(which):
 
 
 def test_segments_fill_the_gpu(monkeypatch):
-    """Whole chunks, none empty, and one where the channels are enough."""
+    """Whole chunks, none empty, and one where the channels are enough, as they are for blocks of
+    more than 32 channels forward."""
     monkeypatch.undo()
     monkeypatch.setattr(launches.triton_support, "multiprocessors", lambda x: 132)
-    for B, T, E in ((8, 2048, 3072), (1, 2048, 3072), (1, 65, 64), (1, 100_000, 32), (64, 1, 8192)):
-        x = torch.empty(B, T, E, device="meta")
-        for block in (launches._block_of_forward(x, 1), launches._block_of_backward(x, 1)):
-            count, tokens = launches._segments(x, 1, block, 64)
+    x, blocks = torch.empty(0), set()
+    for B, T, E in (
+        *((8, 2048, 3072), (1, 2048, 3072), (1, 65, 64), (1, 100_000, 32)),
+        *((64, 1, 8192), (24, 9, 3072)),
+    ):
+        forward = launches.block_of_forward(E, B, x)
+        blocks.add(forward)
+        for block in (forward, launches.block_of_backward(E)):
             programs = B * -(-E // block)
+            count, tokens = launches.segments_of(programs, T, 64, 132)
             assert tokens % 64 == 0
             assert (count - 1) * tokens < T <= count * tokens
             assert (count == 1) == (programs >= 4 * 132 or T <= 64)
             assert count * programs <= 8 * 132 + programs
+            assert count == 1 or block < 64 or block != forward
+    assert blocks == {32, 64, 128}
 
 
 def test_what_it_refuses():
@@ -377,8 +386,8 @@ def test_the_interpreter_runs_on_request_only():
     p = Problem(1, 3, 2, 2, options=())
     with pytest.MonkeyPatch.context() as patch:
         called = []
-        run = launches._forward_op
-        patch.setattr(launches, "_forward_op", lambda *a: called.append(a) or run(*a))
+        run = ops._forward_op
+        patch.setattr(ops, "_forward_op", lambda *a: called.append(a) or run(*a))
         p.scan("auto")(*p.floats)
         assert not called
         with prefer("triton"):

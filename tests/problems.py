@@ -70,3 +70,18 @@ class ConvProblem:
             return causal_conv1d(x, weight, **named, **self.flags, backend=backend)
 
         return run
+
+
+def experts_problem(
+    tokens=7, width=6, hidden=5, num_experts=4, top_k=2, *, dtype=torch.float32, used=None
+):
+    """Random arguments of `experts`; only the first `used` experts are chosen, and one may occur
+    twice in a row."""
+    x = torch.randn(tokens, width)
+    gate_up = torch.randn(num_experts, 2 * hidden, width) / width**0.5
+    down = torch.randn(num_experts, width, hidden) / max(hidden, 1) ** 0.5
+    indices = torch.randint(0, used or num_experts, (tokens, top_k))
+    weights = torch.rand(tokens, top_k)
+    return [
+        t if t.dtype == torch.int64 else t.to(dtype) for t in (x, gate_up, down, indices, weights)
+    ]

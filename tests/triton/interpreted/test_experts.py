@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from interpreter import count_bytes, only_programs, sparse_tensor
+from problems import experts_problem as problem
 from support import assert_close, assert_same_function, gradients
 from torch.utils.checkpoint import checkpoint
 
@@ -31,18 +32,6 @@ SIZES = [
     (40, 136, 56, 3, 2),
     (97, 128, 64, 2, 2),
 ]
-
-
-def problem(tokens=7, width=6, hidden=5, num_experts=4, top_k=2, *, dtype=torch.float32, used=None):
-    """Random arguments; only the first `used` experts are chosen; one may occur twice in a row."""
-    x = torch.randn(tokens, width)
-    gate_up = torch.randn(num_experts, 2 * hidden, width) / width**0.5
-    down = torch.randn(num_experts, width, hidden) / max(hidden, 1) ** 0.5
-    indices = torch.randint(0, used or num_experts, (tokens, top_k))
-    weights = torch.rand(tokens, top_k)
-    return [
-        t if t.dtype == torch.int64 else t.to(dtype) for t in (x, gate_up, down, indices, weights)
-    ]
 
 
 def run(*t):

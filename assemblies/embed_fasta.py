@@ -88,6 +88,8 @@ def embed_fasta(
     check_one_of("saved_dtype", saved_dtype, SAVED_DTYPES)
     if resume and overwrite:
         raise ValueError("resume and overwrite must not both be True")
+    if Path(out).is_dir():
+        raise ValueError(f"out must be a file, {out} is a folder")
     if Path(out).exists() and Path(fasta).exists() and Path(out).samefile(fasta):
         raise ValueError(f"out must not be the FASTA file, got {out} for both")
     numbers = layer_numbers(model, layers)

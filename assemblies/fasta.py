@@ -94,7 +94,10 @@ def problem_of(record: FastaRecord, max_length: int | None = None) -> str | None
     if found := _ILLEGAL.search(record.sequence):
         return f"residue {found.start() + 1} is {found.group()!r}, not one of '{RESIDUES}.-'"
     if max_length is not None and len(record.sequence) > max_length:
-        return f"{len(record.sequence)} residues are longer than the {max_length} allowed"
+        return (
+            f"{len(record.sequence)} residues are longer than the {max_length} allowed "
+            f"(max_length; by default max_tokens - 2)"
+        )
     return None
 
 

@@ -49,6 +49,8 @@ def score_variants_table(
             is there and not to be overwritten.
     """
     out = Path(out)
+    if out.is_dir():
+        raise ValueError(f"out must be a file, {out} is a folder")
     if out.exists() and not overwrite:
         raise ValueError(f"{out} exists: overwrite it, or name another file")
     read = read_table(table, column)

@@ -172,7 +172,11 @@ def test_bad_records_stop_it_before_anything_is_computed_or_are_left_out(tmp_pat
         (3, "", "the header names no id"),
         (5, "empty", "the sequence is empty"),
         (6, "letter", f"residue 3 is 'J', not one of '{RESIDUES}.-'"),
-        (8, "long", "10 residues are longer than the 9 allowed"),
+        (
+            8,
+            "long",
+            "10 residues are longer than the 9 allowed (max_length; by default max_tokens - 2)",
+        ),
         (12, "good", "the id of line 1 again, with another sequence"),
     ]
     with Forwards(model) as batches, pytest.raises(ValueError) as error:
@@ -365,6 +369,8 @@ def test_the_fasta_file_is_not_overwritten(tmp_path):
     with pytest.raises(ValueError, match="out must not be the FASTA file"):
         embed_fasta(tiny(), path, path, overwrite=True)
     assert path.read_bytes() == before
+    with pytest.raises(ValueError, match=r"out must be a file, .* is a folder"):
+        embed_fasta(tiny(), path, tmp_path, overwrite=True)
 
 
 def test_windows_are_short_and_their_borders_show_nowhere(tmp_path, monkeypatch):

@@ -228,6 +228,8 @@ def test_an_empty_table_and_one_that_is_there(tmp_path):
     assert out.read_text() == "mutant,score\n"
     with pytest.raises(ValueError, match="exists: overwrite it"):
         score_variants_table(tiny(), fasta, table, out)
+    with pytest.raises(ValueError, match=r"out must be a file, .* is a folder"):
+        score_variants_table(tiny(), fasta, table, tmp_path, overwrite=True)
     write(table, "mutant\nM1A\n")
     score_variants_table(tiny(), fasta, table, out, overwrite=True)
     assert out.read_text().startswith("mutant,score\nM1A,")

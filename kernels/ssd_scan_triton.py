@@ -63,6 +63,18 @@ def ssd_scan_triton(
     read, y and the final state written; between the kernels are written and read, for every chunk
     and head 4 P N + 4 (its state), for every token and head 12 (step size and decays), and for
     every token and group 4 Q, or with several tiles to a chunk about 2 Q (C Bᵀ).
+
+    Of the backward pass: what forward reads and dy are read, their gradients and two states written
+    (the final one again, which nothing needs), and for every chunk and head a number for dA, one
+    for the bias's gradient and P for dD. Between the kernels are written and read, for every chunk
+    and head 8 P N + 8 (the states and their gradients), for every token and head 28, with 4, 8
+    and 4 more for each further tile of a chunk, of P and of N, and for every token and group twice
+    what forward has for C Bᵀ; with z the gradient behind the gate, as x is.
+
+    Tiles of x, z, dy, B, C, of states and of C Bᵀ are loaded 128 bits at a time where P and N are
+    multiples of 8 and the tile is of 32 tokens or more; in TF32 some are turned around for the
+    matrix units of Hopper and Blackwell, number by number. What a token or a head has one of, step
+    sizes, decays, places of padding, is loaded one by one.
     """
     chunk = min(chunk_size or default_chunk(B.shape[3]), LARGEST_CHUNK)
     tensors = (x, delta, A, B, C, D, z, delta_bias, initial_state, mask, starts)
@@ -269,6 +281,17 @@ _SIZES: tuple[str, ...] = (
 )
 _SIZES += ("parts_p", "parts_n", "parts_inner")
 
+# At most, on any chip: loads of what a token or a head has one of.
+_SINGLE_LOADS = {
+    "ssd_pairs": 4,
+    "ssd_outputs": 36,
+    "ssd_input_gradients": 42,
+    "ssd_pair_gradients": 22,
+    "ssd_vector_gradients": 25,
+    "ssd_states": 40,
+    "ssd_carry": 8,
+}
+
 
 def _configuration(
     kernel: Any, name: str, constants: dict[str, Any], absent: list[str], kind: str, precision: str
@@ -279,8 +302,10 @@ def _configuration(
     types = _TYPES | dict.fromkeys(_OF_X, f"*{kind}")
     signature = {n: types.get(n, "i32") for n in names if n not in constants}
     strides = {n for n in names if n not in types and n not in _SIZES}
-    aligned = [n for n, t in signature.items() if t.startswith("*") or n in strides | {"P", "N"}]
+    even = strides | {"P", "N", "size"}
+    aligned = [n for n, t in signature.items() if t.startswith("*") or n in even]
     warps, stages, registers = resources_of(kernel.__name__, precision)
+    tiled = precision != "tf32" and constants.get("ROWS", 64) >= 32
     return Configuration(
         kernel,
         f"ssd_scan {name}",
@@ -291,5 +316,7 @@ def _configuration(
         launch_warps=True,
         num_stages=stages,
         registers=registers,
+        wide_loads=tiled and kernel.__name__ in _SINGLE_LOADS,
+        narrow_loads=_SINGLE_LOADS.get(kernel.__name__, 0),
         matrix="PRECISION" in constants and precision != "ieee" and constants["ROWS"] == 64,
     )

@@ -56,8 +56,8 @@ def test_named_backends_insist():
         with pytest.raises(BackendUnavailable, match="it takes tensors on a GPU, got cpu"):
             ssd_scan(*make(device="cpu"), backend="triton")
         x, *others = make()
-        with pytest.raises(BackendUnavailable, match="must be on one device, got cpu and cuda:0"):
-            ssd_scan(x.cpu(), *others, backend="triton")
+        with pytest.raises(BackendUnavailable, match="must be on one device, got cuda:0 and cpu"):
+            ssd_scan(x, *(t.cpu() for t in others), backend="triton")
 
 
 def test_precision_of_products():

@@ -254,6 +254,28 @@ def test_bytes():
     assert moved.read == given + between
 
 
+def test_bytes_of_the_backward_pass():
+    """What the launcher's docstring states, for chunks of one tile."""
+    B, T, H, P, N, G, Q = 2, 32, 2, 16, 16, 1, 16
+    inputs = make(B=B, T=T, H=H, P=P, N=N, G=G)[:8]
+    leaves = [
+        (t.bfloat16() if i in (0, 3, 4, 6) else t).requires_grad_() for i, t in enumerate(inputs)
+    ]
+    named = dict(zip(("D", "z", "delta_bias"), leaves[5:]))
+    options = {**named, "softplus": True, "chunk_size": Q, "backend": "triton"}
+    y, _ = ssd_scan(*leaves[:5], **options)
+    dy = torch.randn(y.shape).bfloat16()
+    with count_bytes() as moved:
+        grads = torch.autograd.grad(y, leaves, dy)
+    chunks = B * T // Q * H
+    between = 28 * B * T * H + 8 * Q * B * T * G + chunks * (8 * P * N + 8) + dy.nbytes
+    unread = 4 * chunks  # of the sums that belong one token on, the first place of a tile
+    assert moved.read == sum(t.nbytes for t in (*leaves, dy)) + between - unread
+    by_token = [g.nbytes for g, t in zip(grads, leaves) if t.shape[:2] == (B, T)]
+    states, shares = 2 * 4 * B * H * P * N, 4 * chunks * (2 + P)
+    assert moved.written == sum(by_token) + between + states + shares
+
+
 @pytest.mark.parametrize("operand", ["x", "B"])
 def test_offsets_past_two_to_the_31(operand):
     """mamba#503 and others: tokens far apart in memory that is mostly not there."""

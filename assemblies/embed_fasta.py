@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -117,4 +118,6 @@ def embed_fasta(
         with resumable_file(out, layout, resume=resume, overwrite=overwrite) as target:
             if target is not None:
                 embed_records(target, model, found, settings, progress=progress)
+            elif progress:
+                print(f"{out} is there already, of the same model and records", file=sys.stderr)
     return found.bad

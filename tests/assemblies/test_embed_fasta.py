@@ -390,6 +390,8 @@ def test_progress_goes_to_standard_error(tmp_path, capsys):
     assert "5.00/5.00" in capsys.readouterr().err
     embed_fasta(model, path, tmp_path / "other")
     assert capsys.readouterr().err == ""
+    embed_fasta(model, path, tmp_path / "other", resume=True, progress=True)
+    assert "other is there already" in capsys.readouterr().err
 
 
 def test_without_safetensors_or_tqdm_it_says_what_to_install(tmp_path, monkeypatch):

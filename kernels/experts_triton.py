@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 from brickwork.kernels.backend import triton_interprets
-from brickwork.kernels.experts_grouped import Groups, product_dtype, sort_by_expert
+from brickwork.kernels.experts import product_dtype
+from brickwork.kernels.experts_grouped import Groups, sort_by_expert
 from brickwork.kernels.experts_triton_kernels import (
     activation_grad_kernel,
     combine_kernel,
@@ -415,7 +416,7 @@ def configurations() -> Iterator[Configuration]:
             tile = weight_tile(dtype, wide)
             for about in ("gate_up weight_grad", "down weight_grad"):
                 yield _configuration(weight_grad_kernel, about, tile, dtype, how, C, F)
-            if how == "ieee" and dtype != torch.float16 and (wide or dtype != torch.float32):
+            if how == "ieee" and (wide or dtype != torch.float32):
                 for about in ("combine weighted", "combine"):
                     yield _configuration(combine_kernel, about, combine_tile(C), dtype, how, C, F)
 

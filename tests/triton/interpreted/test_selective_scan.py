@@ -285,9 +285,7 @@ def test_the_ops_are_well_registered():
     flags = (torch.randint(0, 2, (2, 2)).to(torch.uint8), True, False)
     torch.library.opcheck(ops._forward_op, (*leaves, *flags, True))
     x, delta, A, B, C = leaves[:5]
-    torch.library.opcheck(
-        ops._forward_op, (x, delta, A, B, C, *[None] * 5, False, True, False)
-    )
+    torch.library.opcheck(ops._forward_op, (x, delta, A, B, C, *[None] * 5, False, True, False))
     plain = [t.detach() for t in leaves]
     _, final, states = ops._forward_op(*plain, *flags, True)
     upstream = (torch.randn(2, 2, 3), torch.randn_like(final))

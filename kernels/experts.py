@@ -83,17 +83,17 @@ def experts(
         )
     check_expert_indices("indices", indices_SK, sizes["E"])
     tensors = (x_SC, gate_up_EFC, down_ECF, indices_SK, weights_SK)
-    on_cpu = {"cpu": lambda: _why_not_cpu(x_SC), "grouped": why_not_opaque}
-    chosen = choose(
-        "experts",
-        backend,
-        triton=lambda: _why_not_triton(*tensors),
-        **(
-            on_cpu
-            if _compiled_is_faster(x_SC, gate_up_EFC, down_ECF, weights_SK)
-            else dict(reversed(on_cpu.items()))
-        ),
-    )
+
+    def triton() -> str | None:
+        return _why_not_triton(*tensors)
+
+    def cpu() -> str | None:
+        return _why_not_cpu(x_SC)
+
+    if _products_are_as_wide(x_SC, gate_up_EFC, down_ECF, weights_SK):
+        chosen = choose("experts", backend, triton=triton, cpu=cpu, grouped=why_not_opaque)
+    else:
+        chosen = choose("experts", backend, triton=triton, grouped=why_not_opaque, cpu=cpu)
     if chosen == "triton":
         from brickwork.kernels.experts_triton import experts_triton
 
@@ -139,10 +139,8 @@ def _why_not_triton(
     return why_not(x, gate_up, down, weights)
 
 
-def _compiled_is_faster(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> bool:
-    """Whether the compiled kernels would multiply no wider dtype than need be."""
-    from brickwork.kernels.experts_grouped import product_dtype
-
+def _products_are_as_wide(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> bool:
+    """Whether the compiled kernels multiply no wider dtype than the products have to take."""
     return product_dtype(x, gate_up, down) == compute_dtype(x, gate_up, down, weights)
 
 
@@ -152,6 +150,17 @@ def _why_not_cpu(x: Tensor) -> str | None:
     from brickwork.kernels.experts_cpu import unavailable_here
 
     return why_not_opaque() or unavailable_here()
+
+
+def product_dtype(x: Tensor, gate_up: Tensor, down: Tensor) -> torch.dtype:
+    """What the products take: the widest dtype of their operands, under autocast that of autocast
+    (but float64 stays)."""
+    dtype = torch.promote_types(x.dtype, torch.promote_types(gate_up.dtype, down.dtype))
+    device = x.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if autocast and dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return dtype
 
 
 def check_expert_indices(argument: str, indices: Tensor, num_experts: int) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from brickwork.kernels.backend import autocast_off, compute_dtype
 from brickwork.kernels.checks import values_readable
+from brickwork.kernels.experts import product_dtype
 
 FEWEST_FOR_ONEDNN = 2  # rows
 _silu_backward = torch.ops.aten.silu_backward
@@ -40,17 +41,6 @@ def experts_grouped(
     # Nothing to record for a compiler or for autograd: the op's own cost, tens of µs, is saved.
     run = _forward if plain and not train else experts_forward
     return run(*inputs, train)[0].to(x_SC.dtype)
-
-
-def product_dtype(x: Tensor, gate_up: Tensor, down: Tensor) -> torch.dtype:
-    """What the products take: the widest dtype of their operands, under autocast that of autocast
-    (but float64 stays)."""
-    dtype = torch.promote_types(x.dtype, torch.promote_types(gate_up.dtype, down.dtype))
-    device = x.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    if autocast and dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
-    return dtype
 
 
 class Groups(NamedTuple):

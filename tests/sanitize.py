@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import triton_viz
+from interpreter import language_patched_once
 from torch import Tensor
 from triton.runtime import interpreter
 from triton_viz.clients.sanitizer import sanitizer
@@ -36,9 +37,10 @@ def main(op: str) -> None:
         for part in ours:
             for name in [n for n, value in vars(part).items() if value is kernel]:
                 _watch(part, name, launched)
-    for name, case in _cases(op):
-        print(name, flush=True)
-        case()
+    with language_patched_once():
+        for name, case in _cases(op):
+            print(name, flush=True)
+            case()
     missing = {kernel.__name__ for kernel in wanted} - launched
     if missing:
         raise SystemExit(f"{op}: no case launches {sorted(missing)}")

@@ -8,21 +8,32 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-Step = Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, Tensor]]
+Step = Callable[..., tuple[Tensor, Tensor]]
 
 
 def recur(
-    step: Step, state: Tensor, inputs: Sequence[Tensor], *, axis: int, size: int, reverse: bool
+    step: Step,
+    state: Tensor,
+    inputs: Sequence[Tensor],
+    constants: Sequence[Tensor] = (),
+    *,
+    axis: int,
+    size: int,
+    reverse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Run `state, y = step(state, pieces)` over pieces of `inputs` of `size` along `axis`.
+    """Run `state, y = step(state, pieces, *constants)` over pieces of `inputs` of `size` along
+    `axis`.
 
     A loop would fix the length of an exported program, so `torch.export` gets PyTorch's `scan`
     instead, for any length; ONNX knows it as Scan. Its pieces are all of `size`, with zeros (False)
-    behind the last: of these `step` must return the state it took.
+    behind the last: of these `step` must return the state it took. Exported without gradients
+    (`torch.no_grad()`) the program has none here, whoever runs it: with them PyTorch traces each
+    call of `scan` anew, and cannot decompose it for ONNX.
 
     Arguments:
-        step: a function of the state and of a piece of each input, the last one maybe shorter; the
-            new state has the old one's shape and dtype, y the pieces' length along `axis`.
+        step: a function of the state, of a piece of each input, the last one maybe shorter, and of
+            the constants; it uses no other tensors. The new state has the old one's shape and
+            dtype, y the pieces' length along `axis`.
         state: before the first piece.
         inputs: tensors of one length, at least 1, along `axis`.
         reverse: take the pieces from the last to the first.
@@ -36,24 +47,37 @@ def recur(
     (tensor([3.]), tensor([1., 2., 3.]))
     """
     if torch.compiler.is_exporting():
-        return _as_operator(step, state, inputs, axis=axis, size=size, reverse=reverse)
+        return _as_operator(step, state, inputs, constants, axis, size, reverse)
     outputs = []
     pieces = list(zip(*(tensor.split(size, axis) for tensor in inputs)))
     for piece in reversed(pieces) if reverse else pieces:
-        state, y = step(state, piece)
+        state, y = step(state, piece, *constants)
         outputs.append(y)
     return state, torch.cat(outputs[::-1] if reverse else outputs, axis)
 
 
 def _as_operator(
-    step: Step, state: Tensor, inputs: Sequence[Tensor], *, axis: int, size: int, reverse: bool
+    step: Step,
+    state: Tensor,
+    inputs: Sequence[Tensor],
+    constants: Sequence[Tensor],
+    axis: int,
+    size: int,
+    reverse: bool,
 ) -> tuple[Tensor, Tensor]:
     from torch._higher_order_ops.scan import scan
 
-    state, y = scan(step, state, [_pieces(t, axis, size) for t in inputs], reverse=reverse)
-    joined = y.movedim(0, axis).flatten(axis, axis + 1)
-    length = torch.arange(inputs[0].shape[axis], device=state.device)
-    return state, joined.index_select(axis, length)
+    tokens = torch.arange(inputs[0].shape[axis], device=state.device)
+    inputs = [_pieces(tensor, axis, size) for tensor in inputs]
+    if not torch.is_grad_enabled():
+        state = state.detach()
+        inputs, constants = ([t.detach() for t in tensors] for tensors in (inputs, constants))
+
+    def one(state: Tensor, pieces: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        return step(state, pieces, *constants)
+
+    state, y = scan(one, state, inputs, reverse=reverse)
+    return state, y.movedim(0, axis).flatten(axis, axis + 1).index_select(axis, tokens)
 
 
 def _pieces(tensor: Tensor, axis: int, size: int) -> Tensor:

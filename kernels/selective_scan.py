@@ -203,14 +203,16 @@ def selective_scan_reference(
         else:
             state = rearrange(initial_state.to(dtype), "b (g k) n -> b g k n", g=G)
 
-        def token(state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        def token(
+            state: Tensor, inputs: Sequence[Tensor], decay_rate: Tensor
+        ) -> tuple[Tensor, Tensor]:
             step, push, B, C, *start = (t[:, 0] for t in inputs)
             state = state.masked_fill(start[0], 0) if start else state
             state = torch.exp(step * decay_rate) * state + push * B
             return state, (state * C).sum(-1)[:, None]
 
         if x.shape[1]:
-            state, y = recur(token, state, inputs, axis=1, size=1, reverse=reverse)
+            state, y = recur(token, state, inputs, [decay_rate], axis=1, size=1, reverse=reverse)
             y = y.flatten(2)
         else:
             y = torch.zeros_like(wide)

@@ -7,47 +7,16 @@ import warnings
 
 import pytest
 import torch
+from interoperability import EXAMPLE, MODELS, check_module, export, inputs, mini_llada
 from support import assert_close
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
-from brickwork.assemblies import LCPLM, LCPLMConfig, MiniLLaDA, MiniLLaDAConfig, Rish, RishConfig
+from brickwork.assemblies import MiniLLaDA
 from brickwork.assemblies.outputs import LCPLMOutput, MiniLLaDAOutput, RishOutput
 
-
-def mini_llada():
-    return MiniLLaDA(
-        MiniLLaDAConfig(
-            vocab_size=23, mask_token_id=22, dim=16, depth=2, head=2, intermediate_size=12
-        )
-    )
-
-
-def rish(kv_heads=2):
-    return Rish(
-        RishConfig(
-            vocab_size=23,
-            hidden_size=16,
-            intermediate_size=12,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=kv_heads,
-            num_experts=4,
-            num_experts_per_tok=2,
-            pad_token_id=None,
-            eos_token_id=None,
-        )
-    )
-
-
-def lc_plm():
-    return LCPLM(LCPLMConfig(d_model=16, n_layer=1, ssm_cfg={"layer": "Mamba1", "d_state": 4}))
-
-
-MODELS = [mini_llada, rish, lambda: rish(kv_heads=4), lc_plm]
-NAMES = ["mini_llada", "rish", "rish without groups", "lc_plm"]
-models = pytest.mark.parametrize("make", MODELS, ids=NAMES)
+models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 # PyTorch's own, about the CPU's attention kernel: the result is right.
 slow_under_vmap = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
@@ -79,44 +48,27 @@ def test_traces(make):
     assert_close(traced(ids, mask)[mask == 1], model(ids, mask)[mask == 1], terms=256)
 
 
-@models
-def test_exports_for_any_batch(make):
-    """Loads again too, and the exported model returns the same kind of output."""
-    model = make().eval()
-    given = {"input_ids": ids_of(3), "attention_mask": torch.ones(3, 6, dtype=torch.int64)}
-    batch = torch.export.Dim("batch", min=2, max=64)
-    exported = torch.export.export(
-        model, (), given, dynamic_shapes={name: {0: batch} for name in given}
-    )
+# PyTorch's own, at the first use of its scan in a process.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", MODELS)
+def test_exports_for_any_batch_and_length(name):
+    """Loads again too, and returns the same kind of output. Without a mask, and the other variants:
+    tests/vendor/test_interoperability.py."""
+    model = MODELS[name]().eval()
+    given = inputs(*EXAMPLE, masked=True)
+    exported = export(model, given)
     file = io.BytesIO()
     torch.export.save(exported, file)
     file.seek(0)
-    for program in (exported, torch.export.load(file)):
-        for rows in (2, 5):
-            mask = torch.ones(rows, 6, dtype=torch.int64)
-            mask[0, 4:] = 0
-            ids = ids_of(rows)
-            found = program.module()(input_ids=ids, attention_mask=mask)
-            expected = model(ids, attention_mask=mask)
-            assert type(found) is type(expected)
-            assert_close(found.logits[mask == 1], expected.logits[mask == 1], terms=256)
+    check_module(torch.export.load(file).module(), model, masked=True)
+    assert type(exported.module()(**given)) is type(model(**given))
     nodes = [node for node in exported.graph.nodes if "val" in node.meta]
     assert not any(
         isinstance(value, torch.Tensor) and value.is_complex()
         for node in nodes
         for value in pytree.tree_leaves(node.meta["val"])
     )
-
-
-@pytest.mark.parametrize("make", [mini_llada, rish], ids=["mini_llada", "rish"])
-def test_exports_for_any_length(make):
-    """LC-PLM's scan is unrolled over the tokens: it is exported for one length."""
-    model = make().eval()
-    sizes = {0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("tokens", min=2)}
-    exported = torch.export.export(model, (ids_of(3),), dynamic_shapes=(sizes,))
-    for rows, tokens in ((2, 9), (5, 4)):
-        ids = ids_of(rows, tokens)
-        assert_close(exported.module()(ids).logits, model(ids).logits, terms=256)
+    assert not any("brickwork" in str(node.target) for node in exported.graph.nodes)
 
 
 @slow_under_vmap

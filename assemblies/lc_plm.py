@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from brickwork.assemblies.assembly import Assembly
 from brickwork.assemblies.checkpoint import Rename
@@ -16,6 +15,7 @@ from brickwork.assemblies.outputs import LCPLMOutput
 from brickwork.blocks.norm import AddNorm
 from brickwork.blocks.swiglu import SwiGLU
 from brickwork.kernels.cross_entropy import token_cross_entropy
+from brickwork.kernels.linear import linear
 
 # Python warns when a module that its package imports is run by `python -m`, unless it has a path.
 __path__: list[str] = []
@@ -130,7 +130,7 @@ class LCPLM(Assembly):
             hidden = hidden.masked_fill(~mask[..., None], 0.0)
         hidden_states = (*states[:-1], hidden) if output_hidden_states else None
         head = self.embedding.weight if self.lm_head is None else self.lm_head.weight
-        logits = F.linear(hidden, head[:vocab]).float()
+        logits = linear(hidden, head[:vocab]).float()
         loss = None
         if labels is not None:
             targets = labels if mask is None else labels.masked_fill(~mask, -100)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from brickwork.blocks.attention import Attention
 from brickwork.blocks.block_kv_cache import BlockKVCache
+from brickwork.blocks.linear import Linear
 from brickwork.blocks.norm import RMSNorm
 from brickwork.blocks.rope import RoPE
 from brickwork.blocks.single_token import why_not_plain
@@ -25,7 +26,7 @@ from brickwork.kernels.rope import cos_sin
 if TYPE_CHECKING:
     from brickwork.assemblies.mini_llada import MiniLLaDA
 
-PARTS = (nn.Linear, nn.Embedding, nn.ModuleList, Attention, RMSNorm, SwiGLU, RoPE)
+PARTS = (nn.Linear, Linear, nn.Embedding, nn.ModuleList, Attention, RMSNorm, SwiGLU, RoPE)
 
 
 class ColumnsPass:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from brickwork.assemblies.assembly import Assembly
 from brickwork.assemblies.checkpoint import Rename
@@ -22,6 +21,7 @@ from brickwork.blocks.moe_losses import load_balancing_loss
 from brickwork.blocks.norm import RMSNorm
 from brickwork.blocks.rope import RoPE
 from brickwork.kernels.cross_entropy import cross_entropy, token_cross_entropy
+from brickwork.kernels.linear import linear
 
 _EXPERT = "model.layers.{i}.mlp.experts.{e}."
 _GATE_UP = (_EXPERT + "gate_proj.weight", _EXPERT + "up_proj.weight")
@@ -130,7 +130,7 @@ class Rish(Assembly):
         states[-1] = x = self.norm(x)
         _, router_logits, indices, _ = zip(*routed)
         head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        logits = F.linear(x, head) if return_logits else None
+        logits = linear(x, head) if return_logits else None
         loss = aux_loss = None
         if labels is not None or self.config.output_router_logits:
             k, balance = self.config.num_experts_per_tok, self.config.balance

@@ -20,6 +20,7 @@ from brickwork.blocks.attention_mask import (
 )
 from brickwork.blocks.block_kv_cache import BlockKVCache
 from brickwork.blocks.kv_cache import CacheEntries, KVCache, StaticKVCache
+from brickwork.blocks.linear import Linear
 from brickwork.blocks.norm import RMSNorm
 from brickwork.blocks.rope import RoPE
 from brickwork.kernels.checks import (
@@ -136,10 +137,10 @@ class Attention(nn.Module):
         self.causal = causal
         self.dropout = float(dropout)
         query_dim, key_dim = num_heads * head_dim, num_kv_heads * head_dim
-        self.q_proj = nn.Linear(dim, query_dim, bias=bias)
-        self.k_proj = nn.Linear(dim, key_dim, bias=bias)
-        self.v_proj = nn.Linear(dim, key_dim, bias=bias)
-        self.o_proj = nn.Linear(query_dim, dim, bias=out_bias)
+        self.q_proj = Linear(dim, query_dim, bias=bias)
+        self.k_proj = Linear(dim, key_dim, bias=bias)
+        self.v_proj = Linear(dim, key_dim, bias=bias)
+        self.o_proj = Linear(query_dim, dim, bias=out_bias)
         self.qk_norm = qk_norm
         self.q_norm = self.k_norm = None
         if qk_norm is not None:

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from brickwork.blocks.linear import Linear
 from brickwork.blocks.mamba_mixer import (
     DepthwiseFilter,
     MambaMixer,
@@ -81,13 +82,13 @@ class Mamba1(MambaMixer):
         self.d_state = d_state
         self.dt_rank = dt_rank
         inner = expand * dim
-        self.in_proj = nn.Linear(dim, 2 * inner, bias=bias)
+        self.in_proj = Linear(dim, 2 * inner, bias=bias)
         self.conv1d = DepthwiseFilter(inner, width=d_conv, bias=conv_bias)
-        self.x_proj = nn.Linear(inner, dt_rank + 2 * d_state, bias=False)
+        self.x_proj = Linear(inner, dt_rank + 2 * d_state, bias=False)
         self.dt_proj = StepProjection(dt_rank, dim=inner)
         self.A_log = nn.Parameter(torch.empty(inner, d_state, dtype=torch.float32))
         self.D = nn.Parameter(torch.empty(inner, dtype=torch.float32))
-        self.out_proj = nn.Linear(inner, dim, bias=bias)
+        self.out_proj = Linear(inner, dim, bias=bias)
         self._reset_own_parameters()
 
     def reset_parameters(self) -> None:

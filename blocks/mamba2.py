@@ -12,6 +12,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from brickwork.blocks.linear import Linear
 from brickwork.blocks.mamba_mixer import (
     DepthwiseFilter,
     MambaMixer,
@@ -108,7 +109,7 @@ class Mamba2(MambaMixer):
         self.dt_limit = (float(low), float(high))
         self.norm_before_gate = norm_before_gate
         self.chunk_size = chunk_size
-        self.in_proj = nn.Linear(dim, 2 * inner + 2 * num_groups * d_state + heads, bias=bias)
+        self.in_proj = Linear(dim, 2 * inner + 2 * num_groups * d_state + heads, bias=bias)
         self.conv1d = DepthwiseFilter(
             inner + 2 * num_groups * d_state, width=d_conv, bias=conv_bias
         )
@@ -116,7 +117,7 @@ class Mamba2(MambaMixer):
         self.A_log = nn.Parameter(torch.empty(heads, dtype=torch.float32))
         self.D = nn.Parameter(torch.empty(inner if D_has_hdim else heads, dtype=torch.float32))
         self.norm = GroupRMSNorm(inner, num_groups=num_groups, eps=1e-5)
-        self.out_proj = nn.Linear(inner, dim, bias=bias)
+        self.out_proj = Linear(inner, dim, bias=bias)
         self._reset_own_parameters()
 
     def reset_parameters(self) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from brickwork.kernels.backend import compute_dtype
 from brickwork.kernels.checks import check_integer, claim
+from brickwork.kernels.linear import linear
 from brickwork.kernels.sequences import check_mask
 
 STEP_RANGE = (1e-3, 1e-1)
@@ -117,7 +118,7 @@ class StepProjection(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The step sizes (..., I) before bias and softplus."""
-        return nn.functional.linear(x, self.weight)
+        return linear(x, self.weight)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, dim={self.weight.shape[0]}"

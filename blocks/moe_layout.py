@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from brickwork.blocks.linear import Linear
 from brickwork.blocks.swiglu import SwiGLU
 from brickwork.kernels.checks import values_readable
 
@@ -109,7 +110,9 @@ def run_modules(
 def _weights(name: str, module: nn.Module) -> tuple[Tensor, Tensor]:
     """The weights (2F, C) and (C, F) of a plain SwiGLU."""
     layers = [getattr(module, part, None) for part in ("gate_up", "down")]
-    if type(module) is not SwiGLU or any(type(layer) is not nn.Linear for layer in layers):
+    if type(module) is not SwiGLU or any(
+        type(layer) not in (nn.Linear, Linear) for layer in layers
+    ):
         kinds = ", ".join(type(part).__name__ for part in (module, *layers))
         raise ValueError(f"{name} must be a SwiGLU of two nn.Linear, got {kinds}")
     if module.gate_up.bias is not None or module.down.bias is not None:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from brickwork.blocks.attention import Attention
 from brickwork.blocks.kv_cache import CacheEntries
+from brickwork.blocks.linear import Linear
 from brickwork.blocks.moe import MoE
 from brickwork.blocks.norm import RMSNorm
 from brickwork.blocks.rope import RoPE
@@ -33,7 +34,7 @@ from brickwork.kernels.token_step_cpu import (
 )
 
 FUSED_BYTES = 2**24  # q, k and v as one matrix up to here: a copy that saves two products
-PARTS = (nn.Linear, nn.Embedding, nn.ModuleList, Attention, RMSNorm, MoE, Router, RoPE)
+PARTS = (nn.Linear, Linear, nn.Embedding, nn.ModuleList, Attention, RMSNorm, MoE, Router, RoPE)
 
 
 def why_not_plain(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from brickwork.blocks.linear import Linear
 from brickwork.kernels.checks import check_flag, check_integer
 from brickwork.kernels.swiglu import swiglu
 
@@ -52,8 +53,8 @@ class SwiGLU(nn.Module):
         check_flag("bias", bias)
         self.dim = dim
         self.hidden_dim = hidden_dim
-        self.gate_up = nn.Linear(dim, 2 * hidden_dim, bias=bias)
-        self.down = nn.Linear(hidden_dim, dim, bias=bias)
+        self.gate_up = Linear(dim, 2 * hidden_dim, bias=bias)
+        self.down = Linear(hidden_dim, dim, bias=bias)
         self.register_load_state_dict_pre_hook(_fuse_in_state_dict)
 
     def reset_parameters(self) -> None:

@@ -39,7 +39,9 @@ class Device:
         """A context in which all work is put on the stream that graphs are captured on: a backward
         pass runs where its forward pass ran, and the default stream cannot be captured."""
         if self.stream is None:
-            return contextlib.nullcontext()
+            from interpreter import language_patched_once
+
+            return language_patched_once()
         return torch.cuda.stream(self.stream)
 
     def synchronize(self) -> None:

@@ -66,14 +66,14 @@ def test_sizes(size):
 
 @given(
     options=OPTIONS,
-    T=st.integers(1, 20),
+    T=st.integers(1, 12),
     G=st.sampled_from([1, 2]),
     D=st.sampled_from(["H", "HP"]),
     padding=PADDINGS,
     packed=st.booleans(),
     chunk=st.sampled_from([3, 4, 7, 16, None]),
 )
-@settings(max_examples=8)
+@settings(max_examples=6)
 def test_every_combination(options, T, G, D, padding, packed, chunk):
     check(make(T=T, G=G, D=D), options, chunk_size=chunk, **where(padding, packed, 1, T))
 

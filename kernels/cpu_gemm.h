@@ -13,6 +13,7 @@
 #include "cpu_vector.h"
 
 namespace brickwork {
+namespace {  // the table in `multiply` would else be one for all libraries of a process
 
 #if defined(__AVX512F__) || defined(__aarch64__)  // 32 vector registers: 28 sums, 2 columns, 1 row
 constexpr int ROWS = 14;
@@ -76,14 +77,14 @@ constexpr std::array<Products<T>, sizeof...(M)> products_by_rows(std::integer_se
 
 // The sums of `rows` rows, 1 to MOST, by the columns of a panel.
 template <class T, int STEP, int MOST = ROWS>
-inline void multiply(int rows, int64_t depth, const T* block, const T* panel, Sums<T>& to, Ahead ahead) {
+void multiply(int rows, int64_t depth, const T* block, const T* panel, Sums<T>& to, Ahead ahead) {
   static constexpr auto by_rows = products_by_rows<T, STEP>(std::make_integer_sequence<int, MOST>());
   by_rows[rows - 1](depth, block, panel, to, ahead);
 }
 
 // Lanes of a and b in turn: those with bit DISTANCE clear stay in `a`, and `b` has the others.
 template <class T, int DISTANCE, int... K>
-inline void exchange(Vec<T>& a, Vec<T>& b, std::integer_sequence<int, K...>) {
+void exchange(Vec<T>& a, Vec<T>& b, std::integer_sequence<int, K...>) {
   constexpr int W = lanes<T>;
   const Vec<T> x = a, y = b;
 #if defined(__clang__)
@@ -98,7 +99,7 @@ inline void exchange(Vec<T>& a, Vec<T>& b, std::integer_sequence<int, K...>) {
 
 // Rows become columns.
 template <class T, int DISTANCE = 1>
-inline void transpose(Vec<T> (&square)[lanes<T>]) {
+void transpose(Vec<T> (&square)[lanes<T>]) {
   if constexpr (DISTANCE < lanes<T>) {
 #pragma GCC unroll 16
     for (int i = 0; i < lanes<T>; ++i) {
@@ -113,7 +114,7 @@ inline void transpose(Vec<T> (&square)[lanes<T>]) {
 // to[k * step + i] = entry k of row i for `count` rows; what other lanes of their vectors get is not
 // to be used.
 template <class T, class Row>
-inline void pack_columns(T* to, int64_t step, int count, int64_t depth, const Row& row) {
+void pack_columns(T* to, int64_t step, int count, int64_t depth, const Row& row) {
   constexpr int W = lanes<T>;
   for (int first = 0; first < count; first += W) {
     const T* from[W];
@@ -139,7 +140,7 @@ inline void pack_columns(T* to, int64_t step, int count, int64_t depth, const Ro
 
 // to[k * STRIDE + j] = entry j of row k, of `count` entries or more, zeros after them.
 template <class T, int STRIDE, class Row>
-inline void pack_rows(T* to, int64_t count, int64_t depth, const Row& row) {
+void pack_rows(T* to, int64_t count, int64_t depth, const Row& row) {
   constexpr int W = lanes<T>;
   for (int64_t k = 0; k < depth; ++k, to += STRIDE) {
     const T* from = row(k);
@@ -152,4 +153,5 @@ inline void pack_rows(T* to, int64_t count, int64_t depth, const Row& row) {
   }
 }
 
+}  // namespace
 }  // namespace brickwork

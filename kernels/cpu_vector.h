@@ -11,7 +11,7 @@
 #include <thread>
 #include <utility>
 #include <vector>
-#if defined(__AVX512F__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #elif defined(__SSE2__)
 #include <xmmintrin.h>
@@ -98,9 +98,13 @@ inline void store(T* to, int64_t stride, int count, Vec<T> v) {
 // be fetched to be overwritten. Others see it once this thread has done an atomic operation.
 template <class T>
 inline void stream(T* to, Vec<T> v) {
-#if defined(__AVX512F__)
+#if defined(__AVX__)
   if (reinterpret_cast<uintptr_t>(to) % sizeof v == 0) {
+#if defined(__AVX512F__)
     return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), (__m512i)v);
+#else
+    return _mm256_stream_si256(reinterpret_cast<__m256i*>(to), (__m256i)v);
+#endif
   }
 #endif
   store(to, 1, lanes<T>, v);

@@ -10,10 +10,12 @@ BENCH ?= bench
 VENV := .venv
 PY := $(VENV)/bin/python
 VENDOR := .venv-vendor
+TRANSFORMERS ?= 5.17
+OTHER := .venv-transformers
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-triton test-vendor coverage bench docs lint format types doctor ext clean
+.PHONY: help demo test test-triton test-vendor test-transformers coverage bench docs lint format types doctor ext clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,6 +33,12 @@ test-triton: $(VENV)/.has-test ## check the Triton kernels without a GPU: interp
 
 test-vendor: $(VENV)/.has-test $(VENDOR)/.ready ## test against the real mamba-ssm and causal-conv1d, and by transformers' own tests (docs/vendor_tests.md)
 	BRICKWORK_VENDOR=$(VENDOR) $(PY) -m pytest tests/vendor -n auto --maxprocesses 8 --dist worksteal $(ARGS)
+
+# Without constraints.txt, whose pins are of another transformers.
+test-transformers: $(VENV)/.has-test ## test the adapter against another transformers: make test-transformers TRANSFORMERS=5.17
+	rm -rf $(OTHER)
+	$(PY) -m pip install --quiet --disable-pip-version-check --target $(OTHER) "transformers==$(TRANSFORMERS).*"
+	PYTHONPATH=$(OTHER) $(PY) -m pytest $(wildcard tests/assemblies/test_hf*.py) -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 coverage: $(VENV)/.has-test ## run the tests and report the lines and branches they miss
 	$(PY) -m coverage erase
@@ -64,7 +72,7 @@ ext: $(VENV)/.has-test ## compile the CPU kernels ahead of their first use
 	$(PY) -m brickwork.kernels.cpu_extension
 
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) $(VENDOR) build dist site demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(VENDOR) $(OTHER) build dist site demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	rm -rf .coverage .coverage.* *.egg-info
 
 $(PY):

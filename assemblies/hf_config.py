@@ -5,7 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from transformers import PreTrainedConfig
+import transformers
+
+try:
+    from transformers import PreTrainedConfig
+except ImportError as error:  # transformers 4
+    raise ImportError(
+        "brickwork.assemblies.hf needs transformers 5.17 or newer, which converts weights while it "
+        f"loads them, got {transformers.__version__}; the models' own from_pretrained and "
+        "save_pretrained need none and read the same folders"
+    ) from error
 from transformers.utils import logging
 
 from brickwork.assemblies.config import Config

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import pickle
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -474,3 +477,13 @@ def test_configs_keep_both_spellings_of_rope():
         )
     with pytest.raises(ValueError, match="rope_type"):
         RishHFConfig(rope_scaling={"rope_type": "unknown"})
+
+
+def test_an_older_transformers_is_named(monkeypatch):
+    """4.57 has no conversion of weights while loading, which all three models rest on."""
+    older = ModuleType("transformers")
+    older.__version__ = "4.57.6"
+    monkeypatch.setitem(sys.modules, "transformers", older)
+    monkeypatch.delitem(sys.modules, "brickwork.assemblies.hf_config")
+    with pytest.raises(ImportError, match=r"needs transformers 5\.17 or newer.*got 4\.57\.6"):
+        importlib.import_module("brickwork.assemblies.hf_config")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -29,10 +31,7 @@ def compare(
     in float64, within `tolerance` of their largest value. A peer that has taken `PATIENCE` seconds
     misses the rounds that are left. The ratios are kept in `benchmark.extra_info`.
     """
-    expected = _tensors(reference())
-    assert all(t.dtype == torch.float64 for t in expected), "the reference must be float64"
-    for name, run in {"brickwork": ours, **peers}.items():
-        _assert_equal(name, _tensors(run()), expected, tolerance)
+    assert_same_results({"brickwork": ours, **peers}, reference=reference, tolerance=tolerance)
     seconds: dict[str, list[float]] = {name: [] for name in peers}
 
     def time_peers() -> None:
@@ -44,7 +43,73 @@ def compare(
             seconds[name].append(time.perf_counter() - start)
 
     benchmark.pedantic(ours, setup=time_peers, rounds=rounds, iterations=1)
-    own = benchmark.stats.stats.median
+    return _report(benchmark, benchmark.stats.stats.median, seconds, rounds)
+
+
+def compare_processes(
+    benchmark: Any, build: Callable[[str], Runner], peers: Sequence[str], *, rounds: int = 7
+) -> dict[str, float]:
+    """`compare`, but each side has a process of its own, and they take turns.
+
+    There, `build` of a module's top level makes the runner of a side by its name; ours is that of
+    "brickwork". No side meets the memory that another has left behind. Nothing is compared but
+    times, so compare values before.
+    """
+    threads = torch.get_num_threads()
+    sides = {name: _Side(build, name, threads) for name in ("brickwork", *peers)}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+
+    def turn(name: str) -> None:
+        seconds[name].append(sides[name].seconds())
+
+    def turn_of_peers() -> None:
+        for name in peers:
+            turn(name)
+
+    try:
+        benchmark.pedantic(turn, args=("brickwork",), setup=turn_of_peers, rounds=rounds)
+    finally:
+        for side in sides.values():
+            side.close()
+    own = statistics.median(seconds.pop("brickwork"))
+    return _report(benchmark, own, seconds, rounds)
+
+
+class _Side:
+    """A process with a runner, called once to warm up, and then at every `seconds()`."""
+
+    def __init__(self, build: Callable[[str], Runner], name: str, threads: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, build, name, threads))
+        self.process.start()
+        theirs.close()
+        self.pipe.recv()
+
+    def seconds(self) -> float:
+        self.pipe.send(True)
+        return float(self.pipe.recv())
+
+    def close(self) -> None:
+        self.pipe.close()
+        self.process.join()
+
+
+def _serve(pipe: Any, build: Callable[[str], Runner], name: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    run = build(name)
+    run()
+    pipe.send(None)
+    with contextlib.suppress(EOFError):
+        while pipe.recv():
+            start = time.perf_counter()
+            run()
+            pipe.send(time.perf_counter() - start)
+
+
+def _report(
+    benchmark: Any, own: float, seconds: dict[str, list[float]], rounds: int
+) -> dict[str, float]:
     ratios = {name: statistics.median(times) / own for name, times in seconds.items()}
     benchmark.extra_info.update(
         {f"x {name}": f"{ratio:.3g}" for name, ratio in ratios.items()},
@@ -52,6 +117,16 @@ def compare(
         rounds={"brickwork": rounds, **{name: len(times) for name, times in seconds.items()}},
     )
     return ratios
+
+
+def assert_same_results(
+    runners: dict[str, Runner], *, reference: Runner, tolerance: float = 1e-4
+) -> None:
+    """Assert that all give what `reference` gives in float64, within `tolerance` of its largest."""
+    expected = _tensors(reference())
+    assert all(t.dtype == torch.float64 for t in expected), "the reference must be float64"
+    for name, run in runners.items():
+        _assert_equal(name, _tensors(run()), expected, tolerance)
 
 
 def with_gradients(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Runner:

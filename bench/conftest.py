@@ -63,7 +63,7 @@ def pytest_terminal_summary(
 def _setting(config: pytest.Config) -> Iterator[str]:
     versions = {name: _version(name) for name in ("torch", "transformers", "mamba-ssm", "mambapy")}
     yield (
-        "Medians of interleaved rounds in one process; before anything is timed, values (and "
+        "Medians of interleaved rounds; before anything is timed, values (and "
         "gradients, where there are any) are held against the float64 reference: within 1e-4 of "
         "their largest, of LCPLM 1e-3."
     )

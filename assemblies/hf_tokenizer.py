@@ -22,8 +22,9 @@ def protein_tokenizer() -> PreTrainedTokenizerFast:
     loads with `AutoTokenizer`, without brickwork.
 
     >>> tokenizer = protein_tokenizer()
-    >>> tokenizer(["MK", "M<mask>KV"], padding=True)["input_ids"]
-    [[0, 20, 15, 2, 1, 1], [0, 20, 32, 15, 7, 2]]
+    >>> tokenizer(["MK", "M<mask>KV"], padding=True, return_tensors="pt")["input_ids"]
+    tensor([[ 0, 20, 15,  2,  1,  1],
+            [ 0, 20, 32, 15,  7,  2]])
     >>> tokenizer.decode([0, 20, 15, 2], skip_special_tokens=True)
     'MK'
     """

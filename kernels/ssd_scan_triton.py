@@ -39,22 +39,10 @@ from brickwork.kernels.triton_support import TYPE_NAMES, Configuration, register
 
 
 def ssd_scan_triton(
-    x: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None,
-    z: Tensor | None,
-    delta_bias: Tensor | None,
-    softplus: bool,
-    reverse: bool,
-    mask: Tensor | None,
-    starts: Tensor | None,
-    initial_state: Tensor | None,
-    chunk_size: int | None,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None,
+    z: Tensor | None, delta_bias: Tensor | None, softplus: bool, reverse: bool, mask: Tensor | None,
+    starts: Tensor | None, initial_state: Tensor | None, chunk_size: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`ssd_scan` for checked arguments, with sequence starts.
 
     A chunk has at most 256 tokens. x, z, B and C are copied only if their last stride is not 1.
@@ -83,21 +71,10 @@ def ssd_scan_triton(
 
 
 def _forward(
-    x: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    delta_bias: Tensor | None,
-    initial_state: Tensor | None,
-    mask: Tensor | None,
-    starts: Tensor | None,
-    softplus: bool,
-    reverse: bool,
-    chunk: int,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
+    delta_bias: Tensor | None, initial_state: Tensor | None, mask: Tensor | None,
+    starts: Tensor | None, softplus: bool, reverse: bool, chunk: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y and the final state, in four launches, or five with few rows and heads."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
@@ -116,23 +93,11 @@ def _no_tokens(x: Tensor, B: Tensor, state: Tensor | None) -> Tensor:
 
 
 def _backward(
-    dy: Tensor | None,
-    dfinal: Tensor | None,
-    x: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    delta_bias: Tensor | None,
-    initial_state: Tensor | None,
-    mask: Tensor | None,
-    starts: Tensor | None,
-    softplus: bool,
-    reverse: bool,
-    chunk: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dy: Tensor | None, dfinal: Tensor | None, x: Tensor, delta: Tensor, A: Tensor, B: Tensor,
+    C: Tensor, D: Tensor | None, z: Tensor | None, delta_bias: Tensor | None,
+    initial_state: Tensor | None, mask: Tensor | None, starts: Tensor | None, softplus: bool,
+    reverse: bool, chunk: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, delta, A, B, C, D, z, delta_bias and initial_state, in this order; empty for
     those not given."""
     tensors = (x, delta, A, B, C, D, z, delta_bias, initial_state, mask, starts)
@@ -266,20 +231,10 @@ _WIDE = (
 _TYPES = dict.fromkeys(_WIDE, "*fp32")
 _TYPES |= {"mask": "*u8", "starts": "*u8", "past": "*i32", "opens": "*i32"}
 _OF_X = ("x", "B", "C", "z", "dy", "y", "dz", "dx", "values", "vectors", "own", "other", "out")
-_SIZES: tuple[str, ...] = (
-    "T",
-    "H",
-    "K",
-    "G",
-    "P",
-    "N",
-    "size",
-    "chunk",
-    "chunks",
-    "origin",
-    "splits",
+_SIZES = (
+    *("T", "H", "K", "G", "P", "N", "size", "chunk", "chunks", "origin", "splits"),
+    *("parts_p", "parts_n", "parts_inner"),
 )
-_SIZES += ("parts_p", "parts_n", "parts_inner")
 
 # At most, on any chip: loads of what a token or a head has one of.
 _SINGLE_LOADS = {

@@ -24,8 +24,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,7 @@ _TUNING = (("-march=native",), ("-mcpu=native",), ())  # the first that the comp
 _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 600  # after which a compiler that hangs is given up
 
+_library = torch.library.Library("brickwork", "FRAGMENT")
 _loaded: dict[str, ctypes.CDLL] = {}
 _failed: dict[str, str] = {}
 _lock = threading.RLock()
@@ -100,6 +102,42 @@ def unavailable(name: str) -> str | None:
 
 # What torch.compiler.assume_constant_result sets; calling that imports the whole of torch._dynamo.
 unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def register(
+    op: str,
+    forward: Callable[..., Any],
+    fake_forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    fake_backward: Callable[..., Any],
+    setup_context: Callable[..., None],
+    gradients: Callable[..., Any],
+) -> None:
+    """Make `torch.ops.brickwork.<op>_cpu` of `forward`, and `<op>_cpu_backward` of `backward`;
+    `gradients` calls the latter, which raises where it is to be differentiated itself.
+
+    Without `torch.library.custom_op`, whose first call imports the whole of torch._dynamo.
+    """
+
+    def refuse(ctx: Any, *_: Any) -> None:
+        raise RuntimeError(
+            f"{op}: backend 'cpu' is differentiable once; take backend='torch', or "
+            "brickwork.kernels.backend.prefer('torch'), for second derivatives"
+        )
+
+    name = f"{op}_cpu"
+    for op_name, run, fake in (
+        (name, forward, fake_forward),
+        (f"{name}_backward", backward, fake_backward),
+    ):
+        schema = op_name + torch.library.infer_schema(run, mutates_args=())
+        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(op_name, run, "CPU")
+        torch.library.register_fake(f"brickwork::{op_name}", fake, lib=_library)
+    torch.library.register_autograd(
+        f"brickwork::{name}", gradients, setup_context=setup_context, lib=_library
+    )
+    torch.library.register_autograd(f"brickwork::{name}_backward", refuse, lib=_library)
 
 
 def library_path(name: str, folder: Path) -> Path:

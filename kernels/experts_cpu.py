@@ -141,27 +141,9 @@ def _gradients(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...
     return dx, dgate_up, ddown, None, dweights, None
 
 
-def _refuse(ctx: Any, *_: Any) -> None:
-    raise RuntimeError(
-        "experts: backend 'cpu' can be differentiated once; take backend='torch', or "
-        "brickwork.kernels.backend.prefer('torch'), for second derivatives"
-    )
-
-
-# Without torch.library.custom_op, whose first call imports the whole of torch._dynamo.
-_library = torch.library.Library("brickwork", "FRAGMENT")
-for _name, _run_on_cpu, _fake in (
-    ("experts_cpu", _forward, _fake_forward),
-    ("experts_cpu_backward", _backward, _fake_backward),
-):
-    _schema = _name + torch.library.infer_schema(_run_on_cpu, mutates_args=())
-    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(_name, _run_on_cpu, "CPU")
-    torch.library.register_fake(f"brickwork::{_name}", _fake, lib=_library)
-torch.library.register_autograd(
-    "brickwork::experts_cpu", _gradients, setup_context=_setup_context, lib=_library
+cpu_extension.register(
+    "experts", _forward, _fake_forward, _backward, _fake_backward, _setup_context, _gradients
 )
-torch.library.register_autograd("brickwork::experts_cpu_backward", _refuse, lib=_library)
 _ops = torch.ops.brickwork
 
 

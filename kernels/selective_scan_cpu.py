@@ -186,27 +186,9 @@ def _gradients(ctx: Any, dy: Tensor | None, dfinal: Tensor | None, _: None) -> t
     return (*wanted, None, None, None, None, None)
 
 
-def _refuse(ctx: Any, *_: Any) -> None:
-    raise RuntimeError(
-        "autograd: the compiled selective_scan is differentiable once; "
-        "within `with prefer('torch'):` it is any number of times"
-    )
-
-
-# Without torch.library.custom_op, whose first call imports the whole of torch._dynamo.
-_library = torch.library.Library("brickwork", "FRAGMENT")
-for _name, _run_on_cpu, _fake in (
-    ("selective_scan_cpu", _forward, _fake_forward),
-    ("selective_scan_cpu_backward", _backward, _fake_backward),
-):
-    _schema = _name + torch.library.infer_schema(_run_on_cpu, mutates_args=())
-    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(_name, _run_on_cpu, "CPU")
-    torch.library.register_fake(f"brickwork::{_name}", _fake, lib=_library)
-torch.library.register_autograd(
-    "brickwork::selective_scan_cpu", _gradients, setup_context=_setup_context, lib=_library
+cpu_extension.register(
+    "selective_scan", _forward, _fake_forward, _backward, _fake_backward, _setup_context, _gradients
 )
-torch.library.register_autograd("brickwork::selective_scan_cpu_backward", _refuse, lib=_library)
 _ops = torch.ops.brickwork
 
 

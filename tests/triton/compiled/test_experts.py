@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from brickwork.kernels import experts_triton as kernels
+from brickwork.kernels import experts_triton_launch as launch
 from brickwork.kernels.backend import BackendUnavailable, prefer
 from brickwork.kernels.experts import experts
 
@@ -113,7 +114,7 @@ def test_routing_reads_nothing_on_the_host():
     """D4 58: what the launches prepare, outside of any op; capture in a CUDA graph needs it."""
     with FakeTensorMode():
         _, _, down, indices, _ = problem()
-        p = kernels.plan(indices, len(down), 16, True)
+        p = launch.plan(indices, len(down), 16, True)
         assert len(p.expert_of_tile) == p.tiles == 24 // 16 + 4
         assert p.groups.place.shape == indices.shape
 
@@ -140,9 +141,9 @@ def test_every_launch_is_in_the_table(monkeypatch, dtype, widths, rows):
     counts are on the first axis of a grid (D1 13), and no constant depends on them (D1 21)."""
     launches = []
     for name in ("gate_up", "rows", "activation_grad", "weight_grad", "combine"):
-        kernel = getattr(kernels, f"{name}_kernel")
-        monkeypatch.setattr(kernels, f"{name}_kernel", Launched(launches, kernel))
-    monkeypatch.setattr(kernels, "is_wide", lambda *t: widths[0] % 8 == 0)
+        kernel = getattr(launch, f"{name}_kernel")
+        monkeypatch.setattr(launch, f"{name}_kernel", Launched(launches, kernel))
+    monkeypatch.setattr(launch, "is_wide", lambda *t: widths[0] % 8 == 0)
     with FakeTensorMode():
         x, gate_up, down, indices, weights = problem(4 * rows, *widths, 4, 1, dtype=dtype)
         x = torch.empty_like(x)
@@ -151,10 +152,7 @@ def test_every_launch_is_in_the_table(monkeypatch, dtype, widths, rows):
         kernels._backward(x, x, gate_up, down, indices, weights, both, order, wanted)
     assert len(launches) == 8
     sizes = ("BM", "BN", "BK", "num_warps", "num_stages", "PRECISION")
-    with pytest.MonkeyPatch.context() as patch:
-        for kernel, _, _ in launches:
-            patch.setattr(kernels, kernel.__name__, kernel)
-        table = list(configurations("experts_triton"))
+    table = list(configurations("experts_triton"))
     for kernel, grid, given in launches:
         assert all(extent < 65_536 for extent in grid[1:])
         options = {n: given[n] for n in sizes if n in given}

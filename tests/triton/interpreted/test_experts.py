@@ -12,6 +12,7 @@ from support import assert_close, assert_same_function, gradients
 from torch.utils.checkpoint import checkpoint
 
 from brickwork.kernels import experts_triton as kernels
+from brickwork.kernels import experts_triton_launch as launch
 from brickwork.kernels.backend import BackendUnavailable, prefer
 from brickwork.kernels.experts import experts, experts_reference
 from brickwork.kernels.experts_grouped import Groups, sort_by_expert
@@ -55,7 +56,7 @@ def test_values_and_gradients(size):
 def test_narrow_dtypes(dtype, rows):
     """Products of narrow numbers, added up in float32; tiles of 128 rows."""
     inputs = problem(rows, 72, 136, 1, 1, dtype=dtype)
-    assert kernels._plan(*inputs[:4]).BM == 128
+    assert launch.plan_of(*inputs[:4]).BM == 128
     check_narrow(inputs)
 
 
@@ -96,8 +97,8 @@ def test_the_activation_is_that_of_what_is_kept(dtype):
     """Gate and up are rounded before they are used, so that the backward pass starts from the same
     numbers."""
     x, gate_up, down, indices, _ = problem(40, 64, 64, 1, 1, dtype=dtype)
-    p = kernels._plan(x, gate_up, down, indices)
-    activation, both = kernels.gate_up_rows(x, gate_up, p, 1, True)
+    p = launch.plan_of(x, gate_up, down, indices)
+    activation, both = launch.gate_up_rows(x, gate_up, p, 1, True)
     gate, up = both.float().chunk(2, -1)
     expected = (torch.nn.functional.silu(gate) * up).to(dtype)
     assert (activation == expected).float().mean() > 0.99
@@ -129,14 +130,14 @@ def test_autocast(x_dtype, weight_dtype):
 
 
 def test_tf32_only_where_pytorch_may_use_it(monkeypatch):
-    assert kernels.precision(torch.float32) == "ieee"
+    assert launch.precision(torch.float32) == "ieee"
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        assert kernels.precision(torch.float32) == "tf32"
-        assert kernels.precision(torch.bfloat16) == "ieee"
+        assert launch.precision(torch.float32) == "tf32"
+        assert launch.precision(torch.bfloat16) == "ieee"
         monkeypatch.setattr(torch.version, "hip", "7.0")
-        assert kernels.precision(torch.float32) == "ieee"
+        assert launch.precision(torch.float32) == "ieee"
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -172,9 +173,9 @@ def test_strides_too_far_apart_for_a_tile():
     vast[:, :, :6] = gate_up.transpose(0, 1)
     far = vast[:, :, :6].transpose(0, 1)
     assert far.stride(1) == 2**27
-    assert kernels._near(far).is_contiguous()
+    assert launch.near(far).is_contiguous()
     near = gate_up.mT
-    assert kernels._near(near) is near
+    assert launch.near(near) is near
     assert_close(run(x, far, down, indices, weights), run(x, gate_up, down, indices, weights))
 
 
@@ -244,7 +245,7 @@ def test_tiles_cover_every_row_once(counts, BM):
     if len(experts_of) == 0:
         return
     shuffled = experts_of[torch.randperm(len(experts_of))][:, None]
-    p = kernels.plan(shuffled, len(counts), BM, True)
+    p = launch.plan(shuffled, len(counts), BM, True)
     rows = []
     for t, e in enumerate(p.expert_of_tile.tolist()):
         if e == len(counts):
@@ -368,7 +369,7 @@ def test_bytes(dtype):
     """What the docstrings of the launches say: every program's loads, and nothing stored twice."""
     S, C, F, E, K, b = 30, 72, 136, 3, 2, dtype.itemsize
     x, gate_up, down, indices, weights = problem(S, C, F, E, K, dtype=dtype, used=2)
-    p = kernels._plan(x, gate_up, down, indices)
+    p = launch.plan_of(x, gate_up, down, indices)
     N, BM, order = S * K, p.BM, p.groups.order
     assert BM == 16
     full = -(-p.groups.counts // BM)
@@ -391,25 +392,25 @@ def test_bytes(dtype):
 
     f = -(-F // 64)
     with count_bytes() as moved:
-        activation, both = kernels.gate_up_rows(x, gate_up, p, K, True)
+        activation, both = launch.gate_up_rows(x, gate_up, p, K, True)
     places["loaded"] = launches(f) + 8 * f * N
     least = b * (S * C + used * 2 * F * C) + 8 * N + tables()
     check(moved, loaded=b * C * (f * N + 2 * F * R), least=least, stored=3 * b * N * F)
 
     j = -(-C // 128)
     with count_bytes() as moved:
-        out = kernels.rows_by_expert(activation, down.mT, p)
+        out = launch.rows_by_expert(activation, down.mT, p)
     places["loaded"] = launches(j)
     least = b * (N * F + used * C * F) + tables()
     check(moved, loaded=b * F * (j * N + C * R), least=least, stored=b * N * C)
 
     with count_bytes() as moved:
-        kernels.combine(out, p.groups.place, weights, torch.empty_like(x))
+        launch.combine(out, p.groups.place, weights, torch.empty_like(x))
     places["loaded"] = (8 + b) * N
     check(moved, loaded=b * N * C, least=b * N * C + (8 + b) * N, stored=b * S * C)
 
     with count_bytes() as moved:
-        grad_both, scaled, _ = kernels.activation_grad(x, down, both, weights, p)
+        grad_both, scaled, _ = launch.activation_grad(x, down, both, weights, p)
     places["loaded"] = launches(f) + (8 + b) * f * N
     check(
         moved,
@@ -418,9 +419,9 @@ def test_bytes(dtype):
         stored=3 * b * N * F + 4 * f * N,
     )
 
-    tile = kernels.weight_tile(dtype, True)
+    tile = launch.weight_tile(dtype, True)
     with count_bytes() as moved:
-        kernels.weight_grad(grad_both, x, p, K, torch.empty_like(gate_up), gather_left=False)
+        launch.weight_grad(grad_both, x, p, K, torch.empty_like(gate_up), gather_left=False)
     tiles = -(-2 * F // tile.BM) * -(-C // tile.BN)
     places["loaded"] = 8 * tiles * (N + 2 * E - 1)
     check(
@@ -446,17 +447,17 @@ def test_offsets_past_two_to_the_31_in_the_experts():
     assert_close(y, values[0], terms=8)
     upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
     assert_close(torch.autograd.grad(y, leaf, upstream)[0], grads[0], terms=8)
-    p = kernels._plan(x, gate_up, down, indices)
+    p = launch.plan_of(x, gate_up, down, indices)
     vast[0].as_strided(gate_up.shape, (2**30 + 8, 8, 1)).zero_()
     both = torch.randn(6, 16)
-    kernels.weight_grad(both, x, p, 1, far_gate_up, gather_left=False)
-    kernels.weight_grad(both, x, p, 1, gate_up, gather_left=False)
+    launch.weight_grad(both, x, p, 1, far_gate_up, gather_left=False)
+    launch.weight_grad(both, x, p, 1, gate_up, gather_left=False)
     assert torch.equal(far_gate_up, gate_up)
 
 
 def test_offsets_past_two_to_the_31_in_the_rows(monkeypatch):
     """D1 12, D4 76: sorted row times width, in every kernel, and token times width."""
-    monkeypatch.setattr(kernels, "_empty", lambda like, *shape: like.new_empty(shape))
+    monkeypatch.setattr(launch, "_empty", lambda like, *shape: like.new_empty(shape))
     C = F = 2**11
     N = 2**31 // C + 7
     x = sparse_tensor((N, C), torch.bfloat16)
@@ -466,29 +467,29 @@ def test_offsets_past_two_to_the_31_in_the_rows(monkeypatch):
     order = torch.arange(N)
     ends = torch.tensor([N - 3, N])
     groups = Groups(order, order, order[:, None], ends.diff(prepend=ends[:1]), ends)
-    p = kernels.Plan(groups, 16, True, 1, torch.tensor([1]), torch.tensor([0, 1]))
+    p = launch.Plan(groups, 16, True, 1, torch.tensor([1]), torch.tensor([0, 1]))
     small = sort_by_expert(torch.ones(3, 1, dtype=torch.int64), 2)
-    q = kernels.Plan(small, 16, True, 1, torch.tensor([1]), torch.tensor([0, 1]))
+    q = launch.Plan(small, 16, True, 1, torch.tensor([1]), torch.tensor([0, 1]))
     weights = torch.rand(N, 1)
     last = slice(-64, None)  # the columns of one program
 
     with only_programs(-1):
-        activation, both = kernels.gate_up_rows(x, gate_up, p, 1, True)
-        want, want_both = kernels.gate_up_rows(rows, gate_up, q, 1, True)
+        activation, both = launch.gate_up_rows(x, gate_up, p, 1, True)
+        want, want_both = launch.gate_up_rows(rows, gate_up, q, 1, True)
         assert torch.equal(activation[-3:, last], want[:, last])
         assert torch.equal(both[-3:, last], want_both[:, last])
-        out = kernels.rows_by_expert(x, down, p)
-        assert torch.equal(out[-3:, last], kernels.rows_by_expert(rows, down, q)[:, last])
+        out = launch.rows_by_expert(x, down, p)
+        assert torch.equal(out[-3:, last], launch.rows_by_expert(rows, down, q)[:, last])
         both[-3:] = want_both[:] = torch.randn(3, 2 * F)
-        got = kernels.activation_grad(x, down, both, weights, p)
-        want = kernels.activation_grad(rows, down, want_both, weights[-3:], q)
+        got = launch.activation_grad(x, down, both, weights, p)
+        want = launch.activation_grad(rows, down, want_both, weights[-3:], q)
         assert torch.equal(got[0][-3:, last], want[0][:, last])
         assert torch.equal(got[1][-3:, last], want[1][:, last])
         grad, want = torch.zeros(2, 2, F, C, dtype=torch.bfloat16)
         for left in (False, True):
-            kernels.weight_grad(x, x, p, 1, grad, gather_left=left)
-            kernels.weight_grad(rows, rows, q, 1, want, gather_left=left)
+            launch.weight_grad(x, x, p, 1, grad, gather_left=left)
+            launch.weight_grad(rows, rows, q, 1, want, gather_left=left)
             assert torch.equal(grad[1, last, last], want[1, last, last])
             assert grad[1, last, last].abs().sum() > 0
-        y = kernels.combine(x, groups.place, weights, sparse_tensor((N, C), torch.bfloat16))
+        y = launch.combine(x, groups.place, weights, sparse_tensor((N, C), torch.bfloat16))
         assert torch.equal(y[-3:], (weights[-3:] * rows).bfloat16())

@@ -123,7 +123,7 @@ class Worker {
       }
       const bool last = f + W >= F;
       each_block(part, [&](int64_t block, int64_t first, int rows) {
-        const Ahead next = block ? Ahead{(char*)panel, (char*)panel, 0}
+        const Ahead next = block ? nothing(panel)
                            : last ? lines(p.down, part.expert, 0, W)
                                   : lines(p.gate_up, part.expert, f + W, F + f + W);
         multiply<T, STEP<T>>(rows, C, x + block * C * STEP<T>, panel, sums, next);
@@ -145,7 +145,7 @@ class Worker {
                       [&](int j) { return p.down.at<T>(part.expert, c + j); });
       each_block(part, [&](int64_t block, int64_t first, int rows) {
         const Ahead next = block || c + PANEL<T> >= C
-                               ? Ahead{(char*)panel, (char*)panel, 0}
+                               ? nothing(panel)
                                : lines(p.down, part.expert, c + PANEL<T>, c + PANEL<T> + W);
         multiply<T, STEP<T>>(rows, F, h + block * F * STEP<T>, panel, sums, next);
         for (int i = 0; i < rows; ++i) put(p.rows.at<T>(first + i, c), columns, i);
@@ -169,7 +169,7 @@ class Worker {
       pack_rows<T, PANEL<T>>(panel, F - f, C, [&](int64_t c) { return p.down.at<T>(part.expert, c, f); });
       const bool last = f + PANEL<T> >= F;
       each_block(part, [&](int64_t block, int64_t first, int rows) {
-        const Ahead next = block ? Ahead{(char*)panel, (char*)panel, 0}
+        const Ahead next = block ? nothing(panel)
                            : last ? columns_of(p.gate_up, part.expert, 0)
                                   : columns_of(p.down, part.expert, f + PANEL<T>);
         for (int i = 0; i < rows; ++i) expect(p.both.at<T>(first + i, f), F);
@@ -198,7 +198,7 @@ class Worker {
       pack_rows<T, PANEL<T>>(panel, C - c, 2 * F,
                              [&](int64_t k) { return p.gate_up.at<T>(part.expert, k, c); });
       each_block(part, [&](int64_t block, int64_t first, int rows) {
-        const Ahead next = block || c + PANEL<T> >= C ? Ahead{(char*)panel, (char*)panel, 0}
+        const Ahead next = block || c + PANEL<T> >= C ? nothing(panel)
                                                       : columns_of(p.gate_up, part.expert, c + PANEL<T>);
         multiply<T, STEP<T>>(rows, 2 * F, d + block * 2 * F * STEP<T>, panel, sums, next);
         for (int i = 0; i < rows; ++i) put(p.rows.at<T>(first + i, c), columns, i);
@@ -274,6 +274,7 @@ class Worker {
     }
   }
 
+  static Ahead nothing(const T* near) { return {(const char*)near, (const char*)near, 0}; }
   // Where the next panel lies, made of rows from `first` and from `second` on.
   static Ahead lines(const Array& weight, int64_t expert, int64_t first, int64_t second) {
     return {(char*)weight.at<T>(expert, first), (char*)weight.at<T>(expert, second), sizeof(V)};
@@ -313,7 +314,7 @@ class Worker {
     constexpr int M = SHARE<T>;
     for (int64_t i = 0; i < rows; i += M) {
       const int count = int(std::min<int64_t>(M, rows - i));
-      multiply<T, W, M>(count, depth, tile + i, panel, sums, {(char*)tile, (char*)tile, 0});
+      multiply<T, W, M>(count, depth, tile + i, panel, sums, nothing(tile));
       for (int j = 0; j < count; ++j) put(to(i + j), columns, j, add ? How::add : How::stream);
     }
   }

@@ -36,6 +36,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    if not values_readable(x):  # first: a size that is asked for is a guard in a compiled program
+        return False
     columns = x.shape[-1] if x.ndim else 0
     rows = x.numel() // columns if columns else 0
     return (
@@ -46,7 +48,6 @@ def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and (bias is None or bias.dtype == torch.float32)
         and weight.ndim == 2
         and weight.shape[1] == columns
-        and values_readable(x)
         and all(type(t) in (Tensor, torch.nn.Parameter) for t in (weight, bias) if t is not None)
         and not torch.is_autocast_enabled("cpu")
         and not torch._C._len_torch_dispatch_stack()  # counters of operations know PyTorch's own

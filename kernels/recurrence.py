@@ -74,9 +74,10 @@ def _as_operator(
         inputs, constants = ([t.detach() for t in tensors] for tensors in (inputs, constants))
 
     def one(state: Tensor, pieces: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        return step(state, pieces, *constants)
+        state, y = step(state, pieces, *constants)
+        return state.contiguous(), y  # of one layout throughout
 
-    state, y = scan(one, state, inputs, reverse=reverse)
+    state, y = scan(one, state.contiguous(), inputs, reverse=reverse)
     return state, y.movedim(0, axis).flatten(axis, axis + 1).index_select(axis, tokens)
 
 

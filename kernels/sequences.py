@@ -60,8 +60,8 @@ def sequence_starts(
         starts = sequence_starts(seq_ids.flip(1), flipped)
         return None if starts is None else starts.flip(1)
     if mask is None:
-        changes = seq_ids[:, 1:] != seq_ids[:, :-1]
-        return torch.nn.functional.pad(changes, (seq_ids.shape[1] - changes.shape[1], 0))
+        before = torch.arange(seq_ids.shape[1], device=seq_ids.device) - 1
+        return seq_ids != seq_ids[:, before.clamp(min=0)]
     before = last_real(mask)
     return mask & (before >= 0) & (seq_ids != seq_ids.gather(1, before.clamp(min=0)))
 
@@ -76,7 +76,7 @@ def last_real(mask: Tensor) -> Tensor:
         return mask.long()
     index = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
     latest = index.masked_fill(~mask, -1).cummax(1).values
-    return torch.nn.functional.pad(latest[:, :-1], (1, 0), value=-1)
+    return torch.nn.functional.pad(latest, (1, 0), value=-1)[:, : mask.shape[1]]
 
 
 def scan_ranks(mask: Tensor, *, reverse: bool = False) -> Tensor:

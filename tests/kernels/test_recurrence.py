@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support import assert_close
 from torch import nn
 
 from brickwork.kernels.recurrence import recur
+from brickwork.kernels.selective_scan import selective_scan
+from brickwork.kernels.ssd_scan import ssd_scan
 
 
 class Sums(nn.Module):
@@ -47,3 +50,35 @@ def test_exported_program_is_one_operator_not_a_loop():
         for length in (3, 30)
     ]
     assert len({len(graph.nodes) for graph in graphs}) == 1
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("op", [selective_scan, ssd_scan])
+def test_scans_export_with_every_option(op, reverse):
+    """A state of any layout, and a length whose neighbours are 1 too."""
+
+    class Scan(nn.Module):
+        def forward(self, x, delta, B, C, z, mask, seq_ids, state, A, D, bias):
+            options = {"D": D, "z": z, "delta_bias": bias, "softplus": True, "reverse": reverse}
+            options |= {"mask": mask, "seq_ids": seq_ids, "initial_state": state}
+            return tuple(op(x, delta, A, B, C, **options))
+
+    def arguments(batch, tokens):
+        sizes = (4, 5) if op is ssd_scan else (4,)
+        x, z = torch.randn(2, batch, tokens, *sizes)
+        B, C = torch.randn(2, batch, tokens, 2, 3)
+        state = torch.randn(batch, *sizes[:-1], 3, sizes[-1]).mT
+        A = -torch.rand(4) if op is ssd_scan else -torch.rand(4, 3)
+        ids = (torch.arange(tokens) // 30).expand(batch, -1)
+        mask = torch.rand(batch, tokens) > 0.2
+        by_token = (x, torch.randn(batch, tokens, 4), B, C, z, mask, ids)
+        return (*by_token, state, A, torch.randn(4), torch.randn(4))
+
+    batch, tokens = torch.export.Dim("batch", min=1), torch.export.Dim("tokens", min=1)
+    shapes = (*[{0: batch, 1: tokens}] * 7, {0: batch}, None, None, None)
+    with torch.no_grad():
+        exported = torch.export.export(Scan(), arguments(3, 6), dynamic_shapes=shapes).module()
+    for shape in ((1, 1), (2, 2), (2, 64), (3, 150)):
+        given = arguments(*shape)
+        for found, expected in zip(exported(*given), Scan()(*given)):
+            assert_close(found, expected, terms=256)

@@ -12,6 +12,7 @@ from brickwork.kernels.backend import autocast_off, choose, compute_dtype, why_n
 from brickwork.kernels.checks import check_floating, check_shapes, values_readable
 from brickwork.kernels.swiglu import swiglu_reference
 
+WIDE_VECTORS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 WIDEST_IN_TRITON = 2**23  # C or 2F: offsets within a tile of 128 rows fit into 32 bits
 
 
@@ -38,8 +39,8 @@ def experts(
     in kernels of its own, on a GPU, without float64; float32 is multiplied as such unless
     `torch.backends.cuda.matmul` allows TF32. `"cpu"` does it in compiled kernels, in float32
     (float64 if any argument is); what a token gets then does not depend on the other tokens, to the
-    last bit. `auto` takes `"triton"`; on the CPU `"cpu"` where the products are float32 or float64
-    and there are rows enough; else `"grouped"`; and in `torch.export`, `torch.jit.trace` and
+    last bit. `auto` takes `"triton"`; on a CPU with AVX2 `"cpu"` where the products are float32
+    or float64; else `"grouped"`; and in `torch.export`, `torch.jit.trace` and
     `torch.func` transforms the reference.
 
     Paper: Shazeer et al., *Outrageously Large Neural Networks: The Sparsely-Gated
@@ -90,7 +91,7 @@ def experts(
     def cpu() -> str | None:
         return _why_not_cpu(x_SC)
 
-    if _products_are_as_wide(x_SC, gate_up_EFC, down_ECF, weights_SK):
+    if _compiled_is_faster(x_SC, gate_up_EFC, down_ECF, weights_SK):
         chosen = choose("experts", backend, triton=triton, cpu=cpu, grouped=why_not_opaque)
     else:
         chosen = choose("experts", backend, triton=triton, grouped=why_not_opaque, cpu=cpu)
@@ -139,9 +140,11 @@ def _why_not_triton(
     return why_not(x, gate_up, down, weights)
 
 
-def _products_are_as_wide(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> bool:
-    """Whether the compiled kernels multiply no wider dtype than the products have to take."""
-    return product_dtype(x, gate_up, down) == compute_dtype(x, gate_up, down, weights)
+def _compiled_is_faster(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> bool:
+    """Whether the compiled kernels multiply no wider dtype than the products have to take, in
+    vectors as wide as those of PyTorch's libraries."""
+    as_wide = product_dtype(x, gate_up, down) == compute_dtype(x, gate_up, down, weights)
+    return as_wide and WIDE_VECTORS
 
 
 def _why_not_cpu(x: Tensor) -> str | None:

@@ -70,8 +70,9 @@ def _as_operator(
     tokens = torch.arange(inputs[0].shape[axis], device=state.device)
     inputs = [_pieces(tensor, axis, size) for tensor in inputs]
     if not torch.is_grad_enabled():
-        state = state.detach()
-        inputs, constants = ([t.detach() for t in tensors] for tensors in (inputs, constants))
+        # Copies, for PyTorch may fail to describe views of views to the operator.
+        state, *tensors = (t.detach().clone() for t in (state, *inputs, *constants))
+        inputs, constants = tensors[: len(inputs)], tensors[len(inputs) :]
 
     def one(state: Tensor, pieces: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         state, y = step(state, pieces, *constants)

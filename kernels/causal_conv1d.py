@@ -245,9 +245,9 @@ def starts_within(starts: Tensor, count: int, reverse: bool) -> Tensor:
     """(B, T), whether a sequence starts at a token or at one of the `count` - 1 before it."""
     T = starts.shape[1]
     found = torch.zeros_like(starts)
-    for k in range(min(count, T)):
-        shifted = pad(starts[:, k:], (0, k)) if reverse else pad(starts[:, : T - k], (k, 0))
-        found = found | shifted
+    for k in range(count):
+        padded = pad(starts, (0, k) if reverse else (k, 0))
+        found = found | (padded[:, k:] if reverse else padded[:, :T])
     return found
 
 

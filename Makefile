@@ -15,7 +15,7 @@ OTHER := .venv-transformers
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-triton test-vendor test-transformers coverage bench docs lint format types doctor ext clean
+.PHONY: help demo test test-triton test-vendor test-transformers test-export coverage bench docs lint format types doctor ext clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -39,6 +39,9 @@ test-transformers: $(VENV)/.has-test ## test the adapter against another transfo
 	rm -rf $(OTHER)
 	$(PY) -m pip install --quiet --disable-pip-version-check --target $(OTHER) "transformers==$(TRANSFORMERS).*"
 	PYTHONPATH=$(OTHER) $(PY) -m pytest $(wildcard tests/assemblies/test_hf*.py) -n auto --maxprocesses 8 --dist worksteal $(ARGS)
+
+test-export: $(VENV)/.has-test ## export and compile every assembly with every option: many minutes (docs/interoperability.md)
+	BRICKWORK_EXPORTS=1 $(PY) -m pytest tests/exported -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 coverage: $(VENV)/.has-test ## run the tests and report the lines and branches they miss
 	$(PY) -m coverage erase

@@ -53,7 +53,7 @@ def test_traces(make):
 @pytest.mark.parametrize("name", MODELS)
 def test_exports_for_any_batch_and_length(name):
     """Loads again too, and returns the same kind of output. Without a mask, and the other variants:
-    tests/vendor/test_interoperability.py."""
+    tests/exported/test_interoperability.py."""
     model = MODELS[name]().eval()
     given = inputs(*EXAMPLE, masked=True)
     exported = export(model, given)

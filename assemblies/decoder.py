@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brickwork.assemblies.decoding import DecodeStep
+from brickwork.assemblies.head import logits_of
 from brickwork.blocks.kv_cache import KVCache, StaticKVCache
 
 if TYPE_CHECKING:
@@ -116,9 +117,8 @@ def _last_logits(
     out = model(
         ids, attention_mask=mask, cache=caches, return_logits=False, output_hidden_states=True
     )
-    head = model.embed_tokens if model.lm_head is None else model.lm_head
     assert out.hidden_states is not None
-    return F.linear(out.hidden_states[-1][:, -1], head.weight)
+    return logits_of(out.hidden_states[-1][:, -1], model.lm_head, model.embed_tokens)
 
 
 def _one_token(

@@ -61,12 +61,17 @@ class DecodeStep:
         self.moe = [
             MoEStep(layer.moe, layer.post_feedforward_layernorm, len(mask)) for layer in self.layers
         ]
-        self.head = product_of((model.lm_head or model.embed_tokens).weight, None, len(mask))
+        head: Any = model.lm_head or model.embed_tokens
+        self.head = product_of(head.weight, getattr(head, "bias", None), len(mask))
 
     @staticmethod
     def why_not(model: Rish) -> str | None:
         """Why the step would not compute what the model's modules do, or None."""
-        return why_not_single(model, type(model), *{type(layer) for layer in model.layers})
+        from brickwork.assemblies.rish import Block, Rish
+
+        if type(model).forward is not Rish.forward or type(model).run_layer is not Rish.run_layer:
+            return f"{type(model).__name__} has a forward of its own"
+        return why_not_single(model, type(model), Block)
 
     def __call__(self, token_B: Tensor) -> Tensor:
         model, slot = self.model, self.length

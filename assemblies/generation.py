@@ -55,7 +55,8 @@ def generate(
         compile_step: compile the step of a new token, with `cache="static"`: one compilation for
             each batch size and, in steps of 256, each final length.
         generator: source of randomness for sampling.
-        callback: called `callback(step, tokens)` with each step's tokens (B,), 1 for the first.
+        callback: called `callback(step, tokens)` with each step's tokens (B,), 1 for the first; it
+            must not change the model.
 
     Returns:
         (B, T + new), the prompts as given and what was added.

@@ -8,14 +8,15 @@ from torch import Tensor, nn
 
 from brickwork.assemblies.assembly import Assembly
 from brickwork.assemblies.checkpoint import Rename
+from brickwork.assemblies.head import logits_of
 from brickwork.assemblies.inputs import check_mask, embed
 from brickwork.assemblies.lc_plm_config import LCPLMConfig
 from brickwork.assemblies.lc_plm_mixer import mixer
 from brickwork.assemblies.outputs import LCPLMOutput
+from brickwork.blocks.linear import Linear
 from brickwork.blocks.norm import AddNorm
 from brickwork.blocks.swiglu import SwiGLU
 from brickwork.kernels.cross_entropy import token_cross_entropy
-from brickwork.kernels.linear import linear
 
 # Python warns when a module that its package imports is run by `python -m`, unless it has a path.
 __path__: list[str] = []
@@ -83,7 +84,7 @@ class LCPLM(Assembly):
         self.embedding = nn.Embedding(rows, config.d_model)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
         self.norm_f = AddNorm(config.d_model, **config.norm_options())
-        head = nn.Linear(config.d_model, rows, bias=False)
+        head = Linear(config.d_model, rows, bias=False)
         self.lm_head = None if config.tie_embeddings else head
         self.reset_parameters()
 
@@ -129,8 +130,7 @@ class LCPLM(Assembly):
         if mask is not None:
             hidden = hidden.masked_fill(~mask[..., None], 0.0)
         hidden_states = (*states[:-1], hidden) if output_hidden_states else None
-        head = self.embedding.weight if self.lm_head is None else self.lm_head.weight
-        logits = linear(hidden, head[:vocab]).float()
+        logits = logits_of(hidden, self.lm_head, self.embedding)[..., :vocab].float()
         loss = None
         if labels is not None:
             targets = labels if mask is None else labels.masked_fill(~mask, -100)

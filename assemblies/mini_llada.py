@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from brickwork.assemblies.assembly import Assembly
 from brickwork.assemblies.checkpoint import Rename
+from brickwork.assemblies.head import plain_weight
 from brickwork.assemblies.inputs import check_mask, check_per_layer, embed, rows_at
 from brickwork.assemblies.mini_llada_config import MiniLLaDAConfig
 from brickwork.assemblies.mini_llada_pass import columns_pass
@@ -17,6 +18,7 @@ from brickwork.assemblies.outputs import MiniLLaDAOutput
 from brickwork.assemblies.targets import noised
 from brickwork.blocks.attention import Attention
 from brickwork.blocks.block_kv_cache import BlockKVCache
+from brickwork.blocks.linear import Linear
 from brickwork.blocks.masked_diffusion import MaskedDiffusion, Noise
 from brickwork.blocks.norm import RMSNorm
 from brickwork.blocks.rope import RoPE
@@ -72,7 +74,7 @@ class MiniLLaDA(Assembly):
         self.embed = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config, rope) for _ in range(config.depth))
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.head = Linear(config.dim, config.vocab_size, bias=False)
         self.diffusion = MaskedDiffusion(
             mask_token_id=config.mask_token_id,
             eps=config.diffusion_eps,
@@ -135,14 +137,13 @@ class MiniLLaDA(Assembly):
         if logits_at is not None:
             x = rows_at("logits_at", x, logits_at, labels)
         states[-1] = x = self.norm(x)
-        logits = self.head(x) if return_logits else None
-        loss = None
+        head, loss = plain_weight(self.head, self.embed), None
+        logits = self.head(x) if return_logits or head is None else None
         if logits is not None and noise is not None and input_ids is not None:
             loss = self.diffusion.loss(logits, input_ids, noise, seq_ids=sequences)
-        elif noise is not None and input_ids is not None:
+        elif noise is not None and input_ids is not None and head is not None:
             weights = self.diffusion.token_weights(noise, seq_ids=sequences).flatten()
             targets = input_ids.masked_fill(~noise.mask, -100).flatten()
-            loss = cross_entropy(
-                x.flatten(0, 1), self.head.weight, targets, weights=weights, reduction="sum"
-            )
+            loss = cross_entropy(x.flatten(0, 1), head, targets, weights=weights, reduction="sum")
+        logits = logits if return_logits else None
         return MiniLLaDAOutput(logits, loss, noise, tuple(states) if output_hidden_states else None)

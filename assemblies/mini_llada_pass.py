@@ -48,15 +48,27 @@ class ColumnsPass:
     @staticmethod
     def why_not(model: MiniLLaDA) -> str | None:
         """Why the pass would not compute what the model's modules do, or None."""
+        from brickwork.assemblies.mini_llada import Block, MiniLLaDA
+
+        own = type(model).forward, type(model).run_layer
+        if own != (MiniLLaDA.forward, MiniLLaDA.run_layer):
+            return f"{type(model).__name__} has a forward of its own"
+        reason = why_not_plain(model, (*PARTS, type(model), Block))
+        if reason is not None:
+            return reason
+        if any(isinstance(m, nn.Linear) and m.bias is not None for m in model.modules()):
+            return "a linear layer has a bias"
         layers: list[Any] = list(model.layers)
-        for layer in layers:
-            attention = layer.attention
-            rope = attention.rope
-            if attention.qk_norm or attention.causal or attention.o_proj.bias is not None:
+        for part in (layer.attention for layer in layers):
+            heads = part.num_heads, part.num_heads * part.head_dim
+            if part.qk_norm or part.causal or heads != (part.num_kv_heads, part.dim):
                 return "an attention layer is of another kind"
+            rope = part.rope
             if rope is None or rope.layout != "interleaved" or rope.rotary_dim != rope.head_dim:
                 return "a RoPE is of another kind"
-        return why_not_plain(model, (*PARTS, type(model), *{type(each) for each in layers}))
+            if rope is not layers[0].attention.rope:
+                return "layers have RoPEs of their own"
+        return None
 
     def __call__(
         self, ids_BA: Tensor, positions_BA: Tensor, columns: slice, logits_at: Tensor | None

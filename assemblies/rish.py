@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from brickwork.assemblies.assembly import Assembly
 from brickwork.assemblies.checkpoint import Rename
 from brickwork.assemblies.generation import generate
+from brickwork.assemblies.head import logits_of, loss_of
 from brickwork.assemblies.inputs import check_mask, check_per_layer, embed, padding
 from brickwork.assemblies.outputs import RishOutput
 from brickwork.assemblies.rish_config import RishConfig
 from brickwork.assemblies.targets import next_token_labels
 from brickwork.blocks.attention import Attention
 from brickwork.blocks.kv_cache import KVCache, StaticKVCache
+from brickwork.blocks.linear import Linear
 from brickwork.blocks.moe import MoE, MoEOutput
 from brickwork.blocks.moe_losses import load_balancing_loss
 from brickwork.blocks.norm import RMSNorm
 from brickwork.blocks.rope import RoPE
-from brickwork.kernels.cross_entropy import cross_entropy, token_cross_entropy
-from brickwork.kernels.linear import linear
 
 _EXPERT = "model.layers.{i}.mlp.experts.{e}."
 _GATE_UP = (_EXPERT + "gate_proj.weight", _EXPERT + "up_proj.weight")
@@ -75,7 +75,7 @@ class Rish(Assembly):
         blocks = (Block(config, self.rope) for _ in range(config.num_hidden_layers))
         self.layers = nn.ModuleList(blocks)
         self.norm = RMSNorm(dim, eps=config.rms_norm_eps)
-        self.lm_head = None if config.tie_word_embeddings else nn.Linear(dim, vocab, bias=False)
+        self.lm_head = None if config.tie_word_embeddings else Linear(dim, vocab, bias=False)
         self.reset_parameters()
 
     def aliases(self) -> dict[str, str]:
@@ -129,18 +129,15 @@ class Rish(Assembly):
             states.append(x)
         states[-1] = x = self.norm(x)
         _, router_logits, indices, _ = zip(*routed)
-        head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        logits = linear(x, head) if return_logits else None
+        head = self.lm_head, self.embed_tokens
+        logits = logits_of(x, *head) if return_logits else None
         loss = aux_loss = None
         if labels is not None or self.config.output_router_logits:
             k, balance = self.config.num_experts_per_tok, self.config.balance
             aux_loss = load_balancing_loss(router_logits, top_k=k, mask=mask, balance=balance)
         if labels is not None and aux_loss is not None:
             targets = next_token_labels(labels, mask=mask, seq_ids=seq_ids).flatten()
-            if logits is None:
-                loss = cross_entropy(x.flatten(0, 1), head, targets)
-            else:
-                loss = token_cross_entropy(logits.flatten(0, 1), targets)
+            loss = loss_of(x, logits, targets, *head)
             if self.config.router_aux_loss_coef:
                 loss = loss + self.config.router_aux_loss_coef * aux_loss
         hidden_states = tuple(states) if output_hidden_states else None

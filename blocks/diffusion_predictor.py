@@ -70,7 +70,10 @@ class Predictor:
         self.caches = [] if cache is None else _caches(model, self.mask)
         # A model may offer passes over columns that cost less than its forward.
         self.columns_pass: ColumnsPass | None = None
-        self.offer = getattr(model, "columns_pass", None)
+        self.offered = False
+        offer = getattr(model, "columns_pass", None)
+        # Of a wrapper that hands on what it has not, it would be another model's.
+        self.offer = offer if getattr(offer, "__self__", None) is model else None
         self.passes = self.full_passes = self.age = 0
         self.barred: Tensor | None = None
 
@@ -122,18 +125,18 @@ class Predictor:
             cache.select(columns)
         if full:
             self.full_passes += 1
+            self.offered = False
             where = torch.arange(ids.shape[1], device=ids.device)[None]
             logits_at: Tensor | None = self.index
         else:
             ids = ids[:, columns] if isinstance(columns, slice) else ids.gather(1, self.where)
             where, logits_at = self.where, self.rows
+            if self.offer is not None and not self.offered:  # anew in every block
+                self.columns_pass, self.offered = self.offer(self.caches), True
             if self.columns_pass is not None and isinstance(columns, slice):
                 logits = self.columns_pass(ids, where, columns, logits_at)
                 return cut_vocabulary(logits, self.vocab_size)
         output = self.model(ids, position_ids=where, cache=self.caches, logits_at=logits_at)
-        if full and self.columns_pass is None and self.offer is not None:
-            self.columns_pass = self.offer(self.caches)
-            self.offer = None
         return checked_logits(output, tuple(self.index.shape), self.vocab_size)
 
     def _choose_columns(self, kind: Cache, positions: Tensor, size: Tensor) -> None:

@@ -119,7 +119,8 @@ def sample(
         generator: source of randomness. Each row takes one seed from it, in row order, so that
             rows sampled one by one give a batch's results. Untouched if nothing is random.
         callback: called `callback(step, ids)` after each forward pass, 1 for the first, with
-            the state so far, laid out as the result and free to keep.
+            the state so far, laid out as the result and free to keep. It must not change the
+            model.
         report: a `SampleReport`, to which this call's counts are added.
 
     Returns:

@@ -23,7 +23,10 @@ from brickwork.kernels.rope_qk import RotatedQK, rope_qk
 
 def _has_hooks(module: nn.Module) -> bool:
     return bool(
-        module._forward_hooks
+        nn.modules.module._global_forward_hooks
+        or nn.modules.module._global_forward_pre_hooks
+        or nn.modules.module._global_backward_hooks
+        or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
@@ -199,7 +202,10 @@ class RoPE(nn.Module):
             return self.inv_freq(x.device, lengths)
         if self._last.inv_freq is None or self._last.inv_freq.device != x.device:
             with torch.inference_mode(False):
-                self._last.inv_freq = self.inv_freq(x.device)
+                made = self.inv_freq(x.device)
+            if type(made) is not Tensor:  # a mode makes other ones
+                return made
+            self._last.inv_freq = made
         return self._last.inv_freq
 
     def _check_limit(self, positions: Tensor) -> None:

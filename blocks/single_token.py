@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from brickwork.blocks.attention import Attention
@@ -43,11 +45,22 @@ def why_not_plain(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> str |
     Nothing may be replaced, hooked, parametrised, cast or trained: modules of these very `kinds`,
     parameters of one dtype, float32 or float64, on the CPU.
     """
+    everywhere = nn.modules.module
+    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
+        return "every module has hooks"
+    if preferred() == "torch":
+        return "the specification is asked for"
+    if torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0:
+        return "PyTorch's operators are watched"
     for name, module in model.named_modules():
         if type(module) not in kinds:
             return f"{name} is a {type(module).__name__}"
         if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             return f"{name} has hooks"
+        if isinstance(module, nn.Embedding) and module.max_norm is not None:
+            return f"{name} has a max_norm"
+        if isinstance(module, Attention) and module.training and module.dropout:
+            return f"{name} drops weights"
         if isinstance(module, RMSNorm) and module.cast != "once":
             return f"{name} casts in another order"
         if isinstance(module, RoPE) and module.length_dependent:
@@ -66,10 +79,14 @@ def why_not_single(model: nn.Module, *others: type[nn.Module]) -> str | None:
         if isinstance(module, Attention):
             rope = module.rope
             half = rope is not None and rope.layout == "half" and rope.rotary_dim == rope.head_dim
-            if not half or module.qk_norm != "full":
+            if not half or module.qk_norm != "full" or rope is not model.rope:
                 return f"{name} has another RoPE or QK-norm"
+            norms: tuple[Any, ...] = (module.q_norm, module.k_norm)
+            if norms[0].eps != norms[1].eps:
+                return f"{name} has norms of two eps"
         if isinstance(module, MoE):
-            plain = module.rule == SoftmaxRule() and module.gate_up is not None
+            plain = module.rule == SoftmaxRule() and type(module.router) is Router
+            plain = plain and module.gate_up is not None
             if not plain or module.selection_bias is not None or module.shared is not None:
                 return f"{name} has other parts"
     return why_not_plain(model, (*PARTS, *others))
@@ -149,7 +166,7 @@ class AttentionStep:
         products = (part.q_proj, part.k_proj, part.v_proj)
         self.products = [Product(p.weight, p.bias) for p in products]
         size = sum(p.weight.numel() * p.weight.element_size() for p in products)
-        if size <= FUSED_BYTES:
+        if size <= FUSED_BYTES and len({p.bias is None for p in products}) == 1:
             bias = None if part.q_proj.bias is None else torch.cat([p.bias for p in products])
             self.products = [Product(torch.cat([p.weight for p in products]), bias)]
         self.output = Product(part.o_proj.weight, part.o_proj.bias)

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 BACKENDS = ("torch", "chunked", "grouped", "cpu", "triton", "mamba_ssm", "causal_conv1d")
 OPS = (
@@ -141,6 +142,8 @@ def why_not_opaque() -> str | None:
         return "torch.jit.trace would record what depends on the data of one batch"
     if torch.compiler.is_exporting():
         return "an exported program must run where brickwork is not installed"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation knows plain operators only"
     if torch._C._are_functorch_transforms_active():
         return "torch.func transforms differentiate and batch plain operators only"
     return None

@@ -83,7 +83,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         return results
     scans = both.scans()
     rows, channels, state = y.shape[0], *both.forward.A.shape
-    finals = torch.empty(2, rows, channels, state, dtype=y.dtype)  # nobody asks for them
+    finals = y.new_empty(2, rows, channels, state)  # nobody asks for them
     for scan, final, kept in zip(scans, finals, states):
         set_results(scan, y, final, kept)
     scans[1].accumulate = 1
@@ -108,7 +108,7 @@ def _backward(dy: Tensor, states: Tensor, states_back: Tensor, *arguments: Any) 
     scans, alive = both.scans(), []
     for way, (scan, kept) in enumerate(zip(scans, (states, states_back))):
         dx, ddelta, dA, dB, dC, _, _ = grads[way * EACH : (way + 1) * EACH]
-        dstate = torch.zeros(dx.shape[0], *dA.mT.shape, dtype=dy.dtype)
+        dstate = dy.new_zeros(dx.shape[0], *dA.mT.shape)
         alive.append((dstate, *set_gradients(scan, dy, kept, (dx, ddelta, dB, dC), dstate)))
         scan.dz = array(None if both.z is None else dz)
         scan.accumulate = 1

@@ -196,7 +196,7 @@ def _run(direction: str, conv: Any, like: Tensor) -> None:
     library = cpu_extension.load(_LIBRARY)
     library.brickwork_conv_scratch.restype = ctypes.c_int64
     size = library.brickwork_conv_scratch(ctypes.byref(conv))
-    scratch = torch.empty(conv.threads, size, dtype=torch.uint8)
+    scratch = torch.empty(conv.threads, size, dtype=torch.uint8, device="cpu")
     conv.scratch = array(scratch)
     dtype = {torch.float32: "float32", torch.float64: "float64"}[like.dtype]
     getattr(library, f"brickwork_conv_{direction}_{dtype}")(ctypes.byref(conv))

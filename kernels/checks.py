@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def check_shapes(**arguments: tuple[Tensor | None, str]) -> dict[str, int]:
@@ -88,6 +89,28 @@ def values_readable(tensor: Tensor) -> bool:
         and not torch.jit.is_tracing()
         and not torch._C._are_functorch_transforms_active()
         and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def memory_is_all(*tensors: Tensor | None) -> bool:
+    """Whether what an op makes of these tensors may be computed from their memory on the CPU with
+    PyTorch not looking on: they are plain, and nothing traces, transforms, differentiates forwards,
+    counts or records."""
+    return (
+        not torch.compiler.is_compiling()
+        and all(
+            type(t) in (Tensor, torch.nn.Parameter)
+            and t.device.type == "cpu"
+            and t.layout == torch.strided
+            and not t.is_neg()
+            and not t.is_conj()
+            for t in tensors
+            if t is not None
+        )
+        and not torch.jit.is_tracing()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._len_torch_dispatch_stack()
+        and forward_ad._current_level < 0
     )
 
 

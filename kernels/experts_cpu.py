@@ -20,7 +20,7 @@ from torch import Tensor
 
 from brickwork.kernels import cpu_extension
 from brickwork.kernels.backend import compute_dtype
-from brickwork.kernels.checks import values_readable
+from brickwork.kernels.checks import memory_is_all
 from brickwork.kernels.cpu_extension import Array, array
 
 _LIBRARY = "experts_cpu"
@@ -40,9 +40,7 @@ def experts_cpu(
     x, gate_up, down, weights = floating
     train = torch.is_grad_enabled() and any(t.requires_grad for t in floating)
     inputs = (x, gate_up, down, indices_SK.long(), weights)
-    plain = values_readable(inputs[3]) and all(
-        type(t) in (Tensor, torch.nn.Parameter) for t in inputs
-    )
+    plain = memory_is_all(*inputs)
     # Nothing to record for a compiler or for autograd: the op's own cost, tens of µs, is saved.
     run = _forward if plain and not train else _ops.experts_cpu
     return run(*inputs, train)[0].to(x_SC.dtype)
@@ -183,7 +181,7 @@ def _run(direction: str, mixture: Any, dtype: torch.dtype) -> None:
     library = cpu_extension.load(_LIBRARY)
     library.brickwork_experts_scratch.restype = ctypes.c_int64
     size = library.brickwork_experts_scratch(ctypes.byref(mixture))
-    scratch = torch.empty(mixture.threads, size, dtype=torch.uint8)
+    scratch = torch.empty(mixture.threads, size, dtype=torch.uint8, device="cpu")
     mixture.scratch = array(scratch)
     name = {torch.float32: "float32", torch.float64: "float64"}[dtype]
     run_it = getattr(library, f"brickwork_experts_{direction}_{name}")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from brickwork.kernels.backend import autocast_off, compute_dtype
-from brickwork.kernels.checks import values_readable
+from brickwork.kernels.checks import memory_is_all
 from brickwork.kernels.experts import product_dtype
 
 FEWEST_FOR_ONEDNN = 2  # rows
@@ -35,9 +35,7 @@ def experts_grouped(
     weights = weights_SK.to(compute_dtype(x, weights_SK))
     train = torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate_up, down, weights))
     inputs = (x, gate_up, down, indices_SK.long(), weights)
-    plain = values_readable(inputs[3]) and all(
-        type(t) in (Tensor, torch.nn.Parameter) for t in inputs
-    )
+    plain = memory_is_all(*inputs)
     # Nothing to record for a compiler or for autograd: the op's own cost, tens of µs, is saved.
     run = _forward if plain and not train else experts_forward
     return run(*inputs, train)[0].to(x_SC.dtype)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from brickwork.kernels.backend import preferred
-from brickwork.kernels.checks import values_readable
+from brickwork.kernels.checks import memory_is_all
 
 ROWS, TERMS = 64, 2**24  # from which on oneDNN is the faster one
 _onednn = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # private: may go
@@ -35,22 +35,27 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _product(x, weight, bias)
 
 
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b`, (..., M, K) by (..., K, N), whose one matrix each goes through `linear`."""
+    if a.shape[:-2].numel() != 1 or b.ndim != a.ndim:
+        return a @ b
+    return linear(a.flatten(0, -2), b.flatten(0, -2).mT).view(*a.shape[:-1], b.shape[-1])
+
+
 def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    if not values_readable(x):  # first: a size that is asked for is a guard in a compiled program
+    if not memory_is_all(x, weight, bias):  # first: a size asked for is a guard in compiled code
         return False
     columns = x.shape[-1] if x.ndim else 0
     rows = x.numel() // columns if columns else 0
     return (
         rows >= ROWS
         and rows * weight.numel() >= TERMS
-        and x.device.type == weight.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
-        and (bias is None or bias.dtype == torch.float32)
         and weight.ndim == 2
         and weight.shape[1] == columns
-        and all(type(t) in (Tensor, torch.nn.Parameter) for t in (weight, bias) if t is not None)
+        and (bias is None or (bias.dtype == torch.float32 and bias.shape == weight.shape[:1]))
         and not torch.is_autocast_enabled("cpu")
-        and not torch._C._len_torch_dispatch_stack()  # counters of operations know PyTorch's own
+        and bool(torch.backends.mkldnn.enabled)
         and preferred() != "torch"
         and _is_faster_here()
     )
@@ -66,16 +71,17 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
-        rows = grad.flatten(0, -2)
+        rows = grad.reshape(-1, grad.shape[-1])
         return (
             linear(grad, weight.mT) if of_x else None,
-            rows.mT @ x.flatten(0, -2) if of_weight else None,
+            rows.mT @ x.reshape(-1, x.shape[-1]) if of_weight else None,
             rows.sum(0) if of_bias else None,
         )
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     assert _onednn is not None
+    bias = None if bias is None else bias.contiguous()  # it reads no strides of a bias
     return _onednn.default(x, weight, bias, "none", [], "")
 
 

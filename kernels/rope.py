@@ -7,7 +7,6 @@ B batch, T tokens, H heads, D head width, R rotated channels (the first R of D),
 from __future__ import annotations
 
 import threading
-import weakref
 from typing import Any, Literal
 
 import torch
@@ -145,8 +144,10 @@ def rope_complex_reference(
     x, tail = _split(x_BTHD, rotary_dim)
     with autocast_off(x):
         cos, sin = cos_sin(positions_BT, inv_freq, scale, compute_dtype(x))
-        pairs = x.to(cos.dtype).unflatten(-1, (-1, 2))
-        turned = torch.view_as_complex(pairs.contiguous()) * torch.complex(cos, sin)
+        pairs = x.to(cos.dtype).unflatten(-1, (-1, 2)).contiguous()
+        if pairs.storage_offset() % 2:  # such are no complex numbers in memory
+            pairs = pairs.clone()
+        turned = torch.view_as_complex(pairs) * torch.complex(cos, sin)
         return _join(torch.view_as_real(turned).flatten(-2).to(x.dtype), tail)
 
 
@@ -283,16 +284,17 @@ def cos_sin(
 ) -> tuple[Tensor, Tensor]:
     """The factors of a rotation, each (B or 1, T, 1, F). On the CPU those last computed are kept,
     since all layers of a model ask for the same."""
-    plain = positions_BT.device.type == inv_freq.device.type == "cpu"
-    if not (plain and values_readable(positions_BT) and values_readable(inv_freq)):
+    readable = values_readable(positions_BT) and values_readable(inv_freq)
+    plain = positions_BT.device.type == inv_freq.device.type == "cpu" and readable
+    if not plain or inv_freq.requires_grad:
         return _cos_sin(positions_BT, inv_freq, scale, dtype)
-    key = (_state(positions_BT), _state(inv_freq), scale, dtype)
-    if inv_freq.requires_grad or None in key:
-        return _cos_sin(positions_BT, inv_freq, scale, dtype)
-    if _last.key != key or _last.positions() is not positions_BT or _last.freq() is not inv_freq:
+    if not _last.is_of(positions_BT, inv_freq, scale, dtype):
         with torch.inference_mode(False):
             tables = _cos_sin(positions_BT, inv_freq, scale, dtype)
-        _last.keep(key, positions_BT, inv_freq, tables)
+            if type(tables[0]) is not Tensor:  # a mode makes other ones
+                return tables
+            _last.key, _last.tables = (scale, dtype), tables
+            _last.positions, _last.freq = positions_BT.clone(), inv_freq.clone()
     return _last.tables
 
 
@@ -304,28 +306,19 @@ def _cos_sin(
         return angles.cos() * scale, angles.sin() * scale
 
 
-def _state(tensor: Tensor) -> int | None:
-    """How often the tensor was written to, None if nobody counts."""
-    return None if tensor.is_inference() else tensor._version
-
-
 class _Last(threading.local):
-    """The last factors of this thread, and the tensors they were computed from."""
+    """The last factors of this thread, and copies of what they were computed from."""
 
     key: tuple[object, ...] | None = None
     tables: tuple[Tensor, Tensor]
-    positions: weakref.ref[Tensor]
-    freq: weakref.ref[Tensor]
+    positions: Tensor
+    freq: Tensor
 
-    def keep(
-        self,
-        key: tuple[object, ...],
-        positions: Tensor,
-        freq: Tensor,
-        tables: tuple[Tensor, Tensor],
-    ) -> None:
-        self.positions, self.freq = weakref.ref(positions), weakref.ref(freq)
-        self.key, self.tables = key, tables
+    def is_of(self, positions: Tensor, freq: Tensor, scale: float, dtype: torch.dtype) -> bool:
+        return self.key == (scale, dtype) and all(
+            mine.dtype == given.dtype and torch.equal(mine, given)
+            for mine, given in ((self.positions, positions), (self.freq, freq))
+        )
 
 
 _last = _Last()

@@ -278,7 +278,7 @@ def run(direction: str, scans: list[Any], dtype: torch.dtype) -> None:
     library = cpu_extension.load(_LIBRARY)
     library.brickwork_scan_scratch.restype = ctypes.c_int64
     size = library.brickwork_scan_scratch(ctypes.byref(scans[0]))
-    scratch = torch.empty(scans[0].threads, size, dtype=torch.uint8)
+    scratch = torch.empty(scans[0].threads, size, dtype=torch.uint8, device="cpu")
     together = (_Scan * len(scans))(*scans)
     for scan in together:
         scan.scratch = array(scratch)

@@ -10,6 +10,7 @@ R rows of the batch, Q tokens of a chunk, H = G · K heads, P width of a head, N
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad, silu
 
 from brickwork.kernels.backend import autocast_off, compute_dtype
+from brickwork.kernels.linear import product
 from brickwork.kernels.selective_scan import step_sizes
 
 ELEMENTS = 2**18  # of the decays of a chunk: they and the products' operands stay in the cache
@@ -152,7 +154,7 @@ class _Rows:
 
     def from_state(self, chunk: _Chunk, state: Tensor) -> Tensor:
         """What the state before the chunk contributes to its results, (R, Q, H, P)."""
-        out = chunk.C @ state.flatten(3)
+        out = product(chunk.C, state.flatten(3))
         return self.natural(out).mul_(chunk.entering[..., None])
 
     def ungated(self, chunk: _Chunk, state: Tensor) -> Tensor:
@@ -201,21 +203,21 @@ def _decays(exponent: Tensor, starts: Tensor | None, reverse: bool) -> tuple[Ten
     0 where j comes after i in scan direction or a sequence starts in between. A difference of
     running sums loses the small steps after a large one, so what their rounding lost is added back.
     """
-    Q = exponent.shape[-1]
     sums = _running(exponent, reverse)
     before = _before(sums, reverse)
     lost = _running((before - sums) + exponent, reverse)
     pairs = sums[..., :, None] - sums[..., None, :]
     pairs += lost[..., :, None]
     pairs -= lost[..., None, :]
-    ones = torch.ones(Q, Q, dtype=torch.bool, device=exponent.device)
-    forbidden = ones.tril(-1) if reverse else ones.triu(1)
+    cut = torch.Tensor.triu_ if reverse else torch.Tensor.tril_
+    # The CPU's exponential takes ten times as long where its result is no normal number.
+    least = math.log(torch.finfo(pairs.dtype).tiny)
+    decay = cut(cut(pairs).clamp_(min=least).exp_())
     if starts is not None:
         runs = _running(starts[:, None].long(), reverse)
-        forbidden = forbidden | (runs[..., :, None] != runs[..., None, :])
+        decay.masked_fill_(runs[..., :, None] != runs[..., None, :], 0)
         sums = sums.masked_fill(runs != 0, -torch.inf)
-    pairs.masked_fill_(forbidden, -torch.inf)
-    return pairs.exp_(), sums.exp()
+    return decay, sums.exp()
 
 
 def _sums_across(dlog: Tensor, reverse: bool) -> Tensor:
@@ -351,12 +353,12 @@ def _backward(
             dentering = (dout * part.from_state(chunk, state)).sum(-1)
             dexponent += _running(dentering.transpose(1, 2), not reverse).transpose(1, 2)
             decayed = part.grouped(dout * chunk.entering[..., None])
-            dC += decayed @ state.flatten(3).mT
+            dC += product(decayed, state.flatten(3).mT)
 
             # the state after it
             kept_push = chunk.kept()
-            dB += part.grouped(kept_push) @ carry.flatten(3).mT
-            dkept = part.natural(chunk.B @ carry.flatten(3))
+            dB += product(part.grouped(kept_push), carry.flatten(3).mT)
+            dkept = part.natural(product(chunk.B, carry.flatten(3)))
             dleaving = (dkept * kept_push).sum(-1)
             dexponent += _before(_running(dleaving.transpose(1, 2), reverse), reverse).transpose(
                 1, 2
@@ -365,7 +367,7 @@ def _backward(
             dexponent += dtotal[:, None]
             dpush = dkept.mul_(chunk.leaving[..., None]).add_(dpush)
             carry.mul_(_grouped(chunk.total, groups)[:, :, None, :, None])
-            carry += (chunk.C.mT @ decayed).view(carry.shape)
+            carry += product(chunk.C.mT, decayed).view(carry.shape)
 
             dstep = (dpush * chunk.x).sum(-1) + dexponent * part.A
             sums.A.add_((dexponent * chunk.step).sum((0, 1)))

@@ -218,7 +218,7 @@ void experts_step(const ExpertsStep& p) {
   const T total = exponentials(weight, p.experts, *std::max_element(weight, weight + p.experts));
   choose(p, weight, index);
   T kept = total;
-  if (p.normalize) {
+  if (p.normalize && total == total) {  // a NaN reaches every weight
     kept = 0;
     for (int64_t k = 0; k < p.chosen; ++k) kept += weight[k];
   }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -65,7 +65,7 @@ def language_patched_once() -> Iterator[None]:
     within."""
 
     class Everything:
-        __globals__ = {"tl": tl, "core": tl.core}
+        __globals__: ClassVar = {"tl": tl, "core": tl.core}
 
     scope = triton_interpreter._patch_lang(Everything)
     with pytest.MonkeyPatch.context() as patch:

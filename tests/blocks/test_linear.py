@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
 from support import assert_close, assert_same_function
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from brickwork.blocks.linear import Linear
@@ -110,3 +112,41 @@ def test_the_layer_is_an_nn_linear(library):
     assert_close(ours(x), theirs(x), terms=8)
     for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         assert torch.equal(twin(x), ours(x))
+
+
+def test_biases_of_any_form(library):
+    x, weight = torch.randn(70, 8), torch.randn(6, 8)
+    for bias in (
+        torch.randn(1).expand(6),
+        torch.randn(6, 2)[:, 0],
+        torch.randn(()),
+        torch.randn(1),
+        torch.randn(1, 6),
+    ):
+        assert_close(linear(x, weight, bias), nn.functional.linear(x, weight, bias), terms=8)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        linear(x, weight, torch.randn(6, device="meta"))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # PyTorch's own
+def test_forward_mode_and_batched_gradients(library):
+    x, weight = torch.randn(70, 8), torch.randn(6, 8)
+    with forward_ad.dual_level():
+        y = linear(forward_ad.make_dual(x, torch.ones_like(x)), weight)
+        assert_close(forward_ad.unpack_dual(y).tangent, weight.sum(1).expand(70, 6), terms=8)
+    jacobian = torch.autograd.functional.jacobian(
+        lambda x: linear(x, weight).sum(0), x, vectorize=True
+    )
+    assert_close(jacobian, weight[:, None].expand(6, 70, 8), terms=70)
+
+
+def test_other_layouts_go_to_pytorch(library):
+    x, weight = torch.randn(70, 8), torch.randn(6, 8)
+    expected = nn.functional.linear(x, weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of sparse layouts, and of flags for other devices
+        sparse = weight.to_sparse_csr()
+        with torch.backends.mkldnn.flags(enabled=False):
+            assert_close(linear(x, weight), expected, terms=8)
+    assert_close(linear(x, sparse), expected, terms=8)
+    assert_close(linear(torch._neg_view(x), weight), -expected, terms=8)

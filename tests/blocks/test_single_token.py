@@ -117,6 +117,14 @@ def test_equal_scores_choose_the_first_experts_and_nan_stays_nan(way):
     assert step(x * float("nan")).isnan().all()
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+@torch.no_grad()
+def test_a_nan_of_the_router_reaches_the_result(way, normalize):
+    moe = drawn(MoE(8, hidden_dim=4, num_experts=4, top_k=2, normalize=normalize), torch.float64)
+    moe.router.weight[3] = float("nan")
+    assert MoEStep(moe, RMSNorm(8).double(), 1)(torch.randn(1, 8).double()).isnan().all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (7, 33), (50, 16), (600, 256)])
 @torch.no_grad()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from problems import experts_problem as problem
 from support import assert_close, gradients
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from brickwork.kernels import cpu_extension, experts_cpu
@@ -243,3 +244,20 @@ def test_other_devices_are_refused():
         with pytest.raises(BackendUnavailable, match="it takes CPU tensors, got cuda"):
             compiled(*inputs)
         assert experts(*inputs).device.type == "cuda"
+
+
+def test_a_default_device_elsewhere_changes_nothing():
+    arguments = problem(9, 8, 6, num_experts=3, top_k=2)
+    expected = experts(*arguments, backend="cpu")
+    with torch.device("meta"), torch.no_grad():
+        assert torch.equal(experts(*arguments, backend="cpu"), expected)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # PyTorch's own
+def test_forward_mode_goes_to_the_reference():
+    x, *others = problem(9, 8, 6, num_experts=3, top_k=2)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        found, expected = (experts(dual, *others, backend=b) for b in ("auto", "torch"))
+        tangents = [forward_ad.unpack_dual(y).tangent for y in (found, expected)]
+    assert torch.equal(*tangents)

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import assert_close, assert_same_function, gradcheck
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from brickwork.blocks import RoPE
 from brickwork.kernels.backend import BackendUnavailable
 from brickwork.kernels.rope import (
     convert_rope_layout,
@@ -328,3 +331,32 @@ def test_the_specification_is_the_two_forms():
         options = {"inv_freq": inv_freq, "layout": layout}
         assert torch.equal(y, rope(x, positions, **options, backend="torch"))
         assert_close(rope(x, positions, **options), y)
+
+
+def test_tables_follow_whatever_rewrites_positions_and_frequencies():
+    """Through numpy and `.data` too, where nobody counts the writes."""
+    array, freq = np.arange(4), frequencies(8)
+    positions, x = torch.from_numpy(array), torch.randn(1, 4, 2, 8)
+    for change in (
+        lambda: array.__iadd__(100),
+        lambda: positions.data.add_(7),
+        lambda: freq.data.mul_(3),
+    ):
+        rope(x, positions, inv_freq=freq, layout="half")
+        change()
+        fresh = rope(x, positions.clone(), inv_freq=freq.clone(), layout="half", backend="torch")
+        assert torch.equal(rope(x, positions, inv_freq=freq, layout="half"), fresh)
+
+
+def test_fake_tensors_leave_nothing_behind():
+    turn, x, positions = RoPE(8), torch.randn(1, 4, 2, 8), torch.arange(4)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        turn(x, positions)
+    assert type(turn(x, positions)) is torch.Tensor
+
+
+def test_interleaved_channels_at_an_odd_place_in_memory():
+    x = torch.randn(49)[1:].view(1, 3, 4, 4)
+    options = {"inv_freq": frequencies(4), "layout": "interleaved"}
+    found = rope(x, torch.arange(3), **options)
+    assert_close(found, rope(x, torch.arange(3), **options, backend="torch"))

@@ -90,7 +90,7 @@ def test_metadata(metadata):
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.10"
     assert set(metadata.get_all("Provides-Extra")) == {
-        *("train", "hf", "mamba", "test", "bench", "docs", "dev")
+        *("train", "hf", "onnx", "mamba", "test", "bench", "docs", "dev")
     }
     assert metadata.get_payload().startswith("# brickwork")
 

@@ -28,7 +28,8 @@ def recur(
     instead, for any length; ONNX knows it as Scan. Its pieces are all of `size`, with zeros (False)
     behind the last: of these `step` must return the state it took. Exported without gradients
     (`torch.no_grad()`) the program has none here, whoever runs it: with them PyTorch traces each
-    call of `scan` anew, and cannot decompose it for ONNX.
+    call of `scan` anew, and cannot decompose it for ONNX. So with gradients a fixed length stays a
+    loop, which has them all.
 
     Arguments:
         step: a function of the state, of a piece of each input, the last one maybe shorter, and of
@@ -46,7 +47,8 @@ def recur(
     ...       axis=0, size=1, reverse=False)
     (tensor([3.]), tensor([1., 2., 3.]))
     """
-    if torch.compiler.is_exporting():
+    fixed = isinstance(inputs[0].shape[axis], int)
+    if torch.compiler.is_exporting() and not (fixed and torch.is_grad_enabled()):
         return _as_operator(step, state, inputs, constants, axis, size, reverse)
     outputs = []
     pieces = list(zip(*(tensor.split(size, axis) for tensor in inputs)))

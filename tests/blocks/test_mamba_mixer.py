@@ -326,8 +326,6 @@ def test_compiles_to_one_graph_and_checkpoints(kind):
 
 
 @BOTH
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # PyTorch's scan
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method:DeprecationWarning")
 def test_exports_to_plain_operators(kind):
     """Field notes, Mamba: pytorch#130150."""
     mixer = build(kind)

@@ -15,7 +15,7 @@ OTHER := .venv-transformers
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-triton test-vendor test-transformers test-export coverage bench docs lint format types doctor ext clean
+.PHONY: help demo test test-triton test-gpu-bench test-vendor test-transformers test-export coverage bench docs lint format types doctor ext clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,6 +30,9 @@ test-triton: $(VENV)/.has-test ## check the Triton kernels without a GPU: interp
 	TRITON_INTERPRET=1 $(PY) -m pytest tests/triton/interpreted -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 	TRITON_CACHE_DIR=build/triton $(PY) -m pytest tests/triton/compiled -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 	TRITON_CACHE_DIR=build/triton $(PY) bench/resources.py
+
+test-gpu-bench: $(VENV)/.has-test ## rehearse bench/gpu.sh on the CPU
+	$(PY) -m pytest tests/triton/rehearsed -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 test-vendor: $(VENV)/.has-test $(VENDOR)/.ready ## test against the real mamba-ssm and causal-conv1d, and by transformers' own tests (docs/vendor_tests.md)
 	BRICKWORK_VENDOR=$(VENDOR) $(PY) -m pytest tests/vendor -n auto --maxprocesses 8 --dist worksteal $(ARGS)

@@ -1,4 +1,5 @@
-"""The checks of the Triton kernels, which need no GPU; run by `make test-triton`.
+"""The checks of the Triton kernels, which need no GPU; run by `make test-triton`
+(`make test-gpu-bench` for `rehearsed`).
 
 Triton decides when it is first imported whether it interprets or compiles, so each folder is a run
 of its own, and a run that names neither leaves both out.

@@ -15,7 +15,7 @@ OTHER := .venv-transformers
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-triton test-gpu-bench test-vendor test-transformers test-export coverage bench docs lint format types doctor ext clean
+.PHONY: help demo test test-triton triton-report test-gpu-bench test-vendor test-transformers test-export coverage bench docs lint format types doctor ext clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -29,6 +29,8 @@ test: $(VENV)/.has-test ## run the tests
 test-triton: $(VENV)/.has-test ## check the Triton kernels without a GPU: interpreted, sanitized, compiled for four chips
 	TRITON_INTERPRET=1 $(PY) -m pytest tests/triton/interpreted -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 	TRITON_CACHE_DIR=build/triton $(PY) -m pytest tests/triton/compiled -n auto --maxprocesses 8 --dist worksteal $(ARGS)
+
+triton-report: $(VENV)/.has-test ## print what every configuration of the Triton kernels takes on four chips
 	TRITON_CACHE_DIR=build/triton $(PY) bench/resources.py
 
 test-gpu-bench: $(VENV)/.has-test ## rehearse bench/gpu.sh on the CPU

@@ -84,9 +84,9 @@ def test_states_walked_and_apart(monkeypatch, carry, reverse):
     """Both ways from chunk to chunk, a group's heads split or not; over a border of tiles."""
     monkeypatch.setattr(launches, "_carries", lambda *_: carry)
     monkeypatch.setattr(launches, "_splits", lambda *_: 2 if carry else 1)
-    inputs = make(B=2, T=50, H=3, P=5, N=3)
+    inputs = make(B=2, T=34, H=3, P=5, N=3)
     options = {**ALL, "reverse": reverse}
-    check(inputs, options, chunk_size=16, **where("both", True, 2, 50))
+    check(inputs, options, chunk_size=16, **where("both", True, 2, 34))
 
 
 def test_several_tiles_to_a_chunk():

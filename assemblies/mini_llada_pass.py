@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from brickwork.blocks import single_token
 from brickwork.blocks.attention import Attention
 from brickwork.blocks.block_kv_cache import BlockKVCache
 from brickwork.blocks.linear import Linear
@@ -98,15 +99,18 @@ class _Layer:
         self.block = block
         part = block.attention
         self.heads, self.width = part.num_heads, part.head_dim
-        projections = (part.q_proj, part.k_proj, part.v_proj)
-        self.qkv = torch.cat([each.weight for each in projections])
+        self.weights = [each.weight for each in (part.q_proj, part.k_proj, part.v_proj)]
+        if sum(weight.nbytes for weight in self.weights) <= single_token.FUSED_BYTES:
+            self.weights = [torch.cat(self.weights)]
         self.keys, self.values = cache.buffers()  # (B, S, H, D)
         mask = cache.past_mask()
         self.seen = None if mask is None else mask[:, None, None]
 
     def __call__(self, x_NC: Tensor, turn: Tensor, columns: slice, rows: int) -> Tensor:
         block, heads, width = self.block, self.heads, self.width
-        qkv = F.linear(_norm(x_NC, block.norm1), self.qkv).view(-1, 3 * heads, width)
+        normed = _norm(x_NC, block.norm1)
+        found = [F.linear(normed, weight) for weight in self.weights]
+        qkv = (found[0] if len(found) == 1 else torch.cat(found, -1)).view(-1, 3 * heads, width)
         pairs = qkv[:, : 2 * heads].unflatten(-1, (-1, 2))
         turned = torch.view_as_real(torch.view_as_complex(pairs) * turn).flatten(-2)
         q, k = turned.view(rows, -1, 2, heads, width).unbind(2)

@@ -8,7 +8,7 @@ from support import assert_close
 from torch import Tensor
 
 from brickwork.assemblies import MiniLLaDA, MiniLLaDAConfig
-from brickwork.blocks import Attention, BlockKVCache, RoPE
+from brickwork.blocks import Attention, BlockKVCache, RoPE, single_token
 from brickwork.blocks.diffusion_rules import pick
 from brickwork.blocks.diffusion_sampler import SampleReport
 
@@ -398,3 +398,19 @@ def test_an_altered_model_goes_through_its_modules(model):
     assert copy.deepcopy(model).bfloat16().columns_pass(caches) is None
     with pytest.raises(ValueError, match="covers all columns"):
         model.columns_pass([BlockKVCache(), BlockKVCache()])
+
+
+def test_large_projections_are_not_copied(model, monkeypatch):
+    ids = torch.randint(MASK, (1, 9))
+
+    def sample():
+        return model.diffusion.sample(model, ids, gen_length=8, block_length=4, cache="dual")
+
+    fused = sample()
+    monkeypatch.setattr(single_token, "FUSED_BYTES", 0)
+    caches = [BlockKVCache() for _ in model.layers]
+    with torch.no_grad():
+        model(ids, cache=caches, position_ids=torch.arange(9)[None])
+    for layer, own in zip(model.columns_pass(caches).layers, model.layers):
+        assert layer.weights[0] is own.attention.q_proj.weight
+    assert torch.equal(fused, sample())

@@ -7,6 +7,7 @@ W width of the convolution.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from brickwork.blocks.mamba_mixer import (
     check_sizes,
     decay_rates,
 )
+from brickwork.kernels.bidirectional_conv1d import Filter, bidirectional_conv1d
 from brickwork.kernels.bidirectional_scan import ScanInputs, bidirectional_scan
 from brickwork.kernels.causal_conv1d import causal_conv1d
 from brickwork.kernels.selective_scan import selective_scan
@@ -115,7 +117,16 @@ class Mamba1(MambaMixer):
         reverse: bool = False,
         state: MambaState | None = None,
     ) -> Tensor:
-        inputs, conv_state = self._scan_inputs(parts[0], mask, seq_ids, reverse, state)
+        conv = causal_conv1d(
+            parts[0],
+            *self._filter(),
+            activation="silu",
+            reverse=reverse,
+            mask=mask,
+            seq_ids=seq_ids,
+            initial_state=None if state is None else state.conv,
+        )
+        inputs = self._scan_inputs(conv.y)
         scan = selective_scan(
             *inputs[:5],
             D=inputs.D,
@@ -128,7 +139,7 @@ class Mamba1(MambaMixer):
             initial_state=None if state is None else state.scan,
         )
         if state is not None:
-            state.update(conv_state, scan.final_state, reverse)
+            state.update(conv.final_state, scan.final_state, reverse)
         return scan.y
 
     def mix_both(
@@ -143,37 +154,20 @@ class Mamba1(MambaMixer):
             return super().mix_both(backward, parts, mask=mask, seq_ids=seq_ids)
         assert isinstance(backward, Mamba1)
         x, z = parts
-        sides = (
-            self._scan_inputs(x, mask, seq_ids, False, None)[0],
-            backward._scan_inputs(x, mask, seq_ids, True, None)[0],
-        )
-        return bidirectional_scan(*sides, z=z, softplus=True, mask=mask, seq_ids=seq_ids)
+        options: Any = {"mask": mask, "seq_ids": seq_ids}
+        filters = self._filter(), backward._filter()
+        x, x_back = bidirectional_conv1d(x, *filters, activation="silu", **options)
+        sides = self._scan_inputs(x), backward._scan_inputs(x_back)
+        return bidirectional_scan(*sides, z=z, softplus=True, **options)
 
-    def _scan_inputs(
-        self,
-        x: Tensor,
-        mask: Tensor | None,
-        seq_ids: Tensor | None,
-        reverse: bool,
-        state: MambaState | None,
-    ) -> tuple[ScanInputs, Tensor]:
-        """What the scan takes, and the last inputs of the convolution."""
-        conv = causal_conv1d(
-            x,
-            self.conv1d.weight[:, 0],
-            self.conv1d.bias,
-            activation="silu",
-            reverse=reverse,
-            mask=mask,
-            seq_ids=seq_ids,
-            initial_state=None if state is None else state.conv,
-        )
-        sizes = [self.dt_rank, self.d_state, self.d_state]
-        dt, B, C = self.x_proj(conv.y).split(sizes, -1)
+    def _filter(self) -> Filter:
+        return Filter(self.conv1d.weight[:, 0], self.conv1d.bias)
+
+    def _scan_inputs(self, x: Tensor) -> ScanInputs:
+        """What the scan takes, from the convolution's result."""
+        dt, B, C = self.x_proj(x).split([self.dt_rank, self.d_state, self.d_state], -1)
         rates = decay_rates(self.A_log)
-        step_bias = self.dt_proj.bias
-        inputs = ScanInputs(conv.y, self.dt_proj(dt), rates, B, C, self.D, step_bias)
-        return inputs, conv.final_state
+        return ScanInputs(x, self.dt_proj(dt), rates, B, C, self.D, self.dt_proj.bias)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, d_state={self.d_state}, dt_rank={self.dt_rank}"

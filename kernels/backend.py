@@ -38,6 +38,7 @@ OPS = (
     "swiglu",
     "experts",
     "causal_conv1d",
+    "bidirectional_conv1d",
     "selective_scan",
     "bidirectional_scan",
     "ssd_scan",

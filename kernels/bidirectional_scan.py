@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from brickwork.kernels.backend import choose, compute_dtype
+from brickwork.kernels.backend import choose, compute_dtype, preferred
 from brickwork.kernels.checks import check_shapes
 from brickwork.kernels.selective_scan import (
     check_scan,
@@ -18,6 +18,8 @@ from brickwork.kernels.selective_scan import (
     selective_scan_reference,
 )
 from brickwork.kernels.sequences import check_mask, check_seq_ids, sequence_starts, why_not_plain
+
+ONLY_OF_ONE = ("chunked", "mamba_ssm")  # backends that selective_scan has alone
 
 
 class ScanInputs(NamedTuple):
@@ -87,6 +89,8 @@ def bidirectional_scan(
     mask = check_mask(mask, size)
     check_seq_ids(seq_ids, size)
     options: dict[str, Any] = {"z": z, "softplus": softplus, "mask": mask}
+    if backend == "auto" and preferred() in ONLY_OF_ONE:
+        return _two(*sides.values(), seq_ids=seq_ids, **options)
     chosen = choose(
         "bidirectional_scan",
         backend,
@@ -108,8 +112,7 @@ def bidirectional_scan(
         from brickwork.kernels.bidirectional_scan_triton import bidirectional_scan_triton
 
         return bidirectional_scan_triton(*sides.values(), **options)
-    y = _one_way(selective_scan, sides["forward"], reverse=False, **options)
-    return y + _one_way(selective_scan, sides["backward"], reverse=True, **options).to(y.dtype)
+    return _two(*sides.values(), **options)
 
 
 def bidirectional_scan_reference(
@@ -123,9 +126,15 @@ def bidirectional_scan_reference(
 ) -> Tensor:
     """The specification of `bidirectional_scan`."""
     options: dict[str, Any] = {"z": z, "softplus": softplus, "mask": mask, "seq_ids": seq_ids}
-    scan = selective_scan_reference
-    y = _one_way(scan, ScanInputs(*forward), reverse=False, **options)
-    return y + _one_way(scan, ScanInputs(*backward), reverse=True, **options).to(y.dtype)
+    sides = ScanInputs(*forward), ScanInputs(*backward)
+    return _two(*sides, scan=selective_scan_reference, **options)
+
+
+def _two(
+    forward: ScanInputs, backward: ScanInputs, scan: Any = selective_scan, **options: Any
+) -> Tensor:
+    y = _one_way(scan, forward, reverse=False, **options)
+    return y + _one_way(scan, backward, reverse=True, **options).to(y.dtype)
 
 
 def _one_way(scan: Any, inputs: ScanInputs, **options: Any) -> Tensor:

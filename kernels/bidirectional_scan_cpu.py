@@ -71,7 +71,9 @@ class _Both(NamedTuple):
         scans = []
         for way, (x, delta, A, B, C, D, bias) in enumerate((self.forward, self.backward)):
             gates = D, self.z, bias, None, self.mask, self.starts[way]
-            scans.append(scan_of(x, delta, A, B, C, *gates, self.softplus, bool(way)))
+            scan = scan_of(x, delta, A, B, C, *gates, self.softplus, bool(way))
+            scan.part = way + 1
+            scans.append(scan)
         return scans
 
 
@@ -86,7 +88,6 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     finals = y.new_empty(2, rows, channels, state)  # nobody asks for them
     for scan, final, kept in zip(scans, finals, states):
         set_results(scan, y, final, kept)
-    scans[1].accumulate = 1
     run("forward", scans, y.dtype)
     return results
 
@@ -102,7 +103,7 @@ def _backward(dy: Tensor, states: Tensor, states_back: Tensor, *arguments: Any) 
     """Gradients of the floating arguments, in their order; empty for those that are absent."""
     both = _Both.of(arguments)
     grads = _empty_gradients(arguments)
-    dz = grads[2 * EACH].zero_()
+    dz = grads[2 * EACH]
     if dy.numel() == 0:
         return [grad.zero_() for grad in grads]
     scans, alive = both.scans(), []
@@ -111,7 +112,6 @@ def _backward(dy: Tensor, states: Tensor, states_back: Tensor, *arguments: Any) 
         dstate = dy.new_zeros(dx.shape[0], *dA.mT.shape)
         alive.append((dstate, *set_gradients(scan, dy, kept, (dx, ddelta, dB, dC), dstate)))
         scan.dz = array(None if both.z is None else dz)
-        scan.accumulate = 1
     run("backward", scans, dy.dtype)
     for way, (_, sums, _) in enumerate(alive):
         dA, dD, ddelta_bias = (grads[way * EACH + i] for i in (2, 5, 6))

@@ -8,6 +8,9 @@
 // activation, from which one token's gradient after the other follows; it reads W - 1 tokens of the
 // next block too. Blocks write their shares in the gradients of weight and bias, which are added in
 // the order of the blocks, whatever the number of threads.
+//
+// Two convolutions of one x, from the left and from the right, may run as one: a task then does the
+// same tokens in both, and dx is the sum, which the second adds while the tokens are in the cache.
 
 #include <algorithm>
 #include <vector>
@@ -19,6 +22,7 @@ using namespace brickwork;
 // Its twin is `_Conv` in causal_conv1d_cpu.py: the same fields in the same order.
 struct Conv {
   int64_t batch, tokens, channels, width, block, tile, threads, silu, reverse;
+  int64_t second;  // of two: add to dx instead of setting it
   // Channels are contiguous in x, initial, dy and the results, which are (batch, tokens, channels);
   // initial and dinitial have width - 1 tokens. bias, mask, starts, initial may be absent.
   Array x, weight, bias, mask, starts, initial;
@@ -72,8 +76,8 @@ class Tile {
         vectors((channels + W - 1) / W),
         row(rows[batch]),
         count(row.token.size()),
-        from(block * p.block),
-        to(std::min(from + p.block, count)),
+        from(p.second ? std::max<int64_t>(count - (block + 1) * p.block, 0) : block * p.block),
+        to(p.second ? count - block * p.block : std::min(from + p.block, count)),
         reads(p.width),
         filters(p.width),
         upstream(p.width) {
@@ -189,29 +193,42 @@ class Tile {
     T* dx = i < 0 ? p.dinitial.at<T>(batch, p.width - 1 + i, first)
                   : p.dx.at<T>(batch, row.token[i], first);
     each([&](int64_t v, int n) {
-      V total{};
+      V total = p.second ? load(dx + v * W, 1, n) : V{};
       for (int64_t k = 0; k < found; ++k) total += upstream[k][v] * filters[k][v];
       store(dx + v * W, 1, n, total);
     });
   }
 };
 
-template <class T>
-void forward(const Conv& p) {
-  const std::vector<Row> rows = rows_in_order(p);
-  parallel(p.batch * blocks(p) * tiles(p), p.threads,
-           [&](int64_t slot, int64_t task) { Tile<T>(p, rows, slot, task).forward(); });
+using Rows = std::vector<std::vector<Row>>;
+
+Rows rows_in_order(const Conv* convs, int64_t count) {
+  Rows rows;
+  for (int64_t i = 0; i < count; ++i) rows.push_back(rows_in_order(convs[i]));
+  return rows;
 }
 
 template <class T>
-void backward(const Conv& p) {
-  const std::vector<Row> rows = rows_in_order(p);
-  parallel(p.batch * blocks(p) * tiles(p), p.threads,
-           [&](int64_t slot, int64_t task) { Tile<T>(p, rows, slot, task).backward(); });
-  parallel(p.width + 1, p.threads, [&](int64_t, int64_t k) {
-    T* total = p.sums.at<T>(0, k);
+void forward(const Conv* convs, int64_t count) {
+  const Conv& p = *convs;
+  const Rows rows = rows_in_order(convs, count);
+  parallel(p.batch * blocks(p) * tiles(p), p.threads, [&](int64_t slot, int64_t task) {
+    for (int64_t i = 0; i < count; ++i) Tile<T>(convs[i], rows[i], slot, task).forward();
+  });
+}
+
+template <class T>
+void backward(const Conv* convs, int64_t count) {
+  const Conv& p = *convs;
+  const Rows rows = rows_in_order(convs, count);
+  parallel(p.batch * blocks(p) * tiles(p), p.threads, [&](int64_t slot, int64_t task) {
+    for (int64_t i = 0; i < count; ++i) Tile<T>(convs[i], rows[i], slot, task).backward();
+  });
+  parallel(count * (p.width + 1), p.threads, [&](int64_t, int64_t k) {
+    const Array& sums = convs[k / (p.width + 1)].sums;
+    T* total = sums.at<T>(0, k % (p.width + 1));
     for (int64_t share = 1; share < p.batch * blocks(p); ++share) {
-      const T* more = p.sums.at<T>(share, k);
+      const T* more = sums.at<T>(share, k % (p.width + 1));
       for (int64_t c = 0; c < p.channels; ++c) total[c] += more[c];
     }
   });
@@ -223,8 +240,9 @@ extern "C" {
 int64_t brickwork_conv_scratch(const Conv* conv) {
   return std::max(Tile<float>::scratch(*conv), Tile<double>::scratch(*conv));
 }
-void brickwork_conv_forward_float32(const Conv* conv) { forward<float>(*conv); }
-void brickwork_conv_forward_float64(const Conv* conv) { forward<double>(*conv); }
-void brickwork_conv_backward_float32(const Conv* conv) { backward<float>(*conv); }
-void brickwork_conv_backward_float64(const Conv* conv) { backward<double>(*conv); }
+// `count` convolutions at once, one or two, beside each other in memory.
+void brickwork_conv_forward_float32(const Conv* convs, int64_t count) { forward<float>(convs, count); }
+void brickwork_conv_forward_float64(const Conv* convs, int64_t count) { forward<double>(convs, count); }
+void brickwork_conv_backward_float32(const Conv* convs, int64_t count) { backward<float>(convs, count); }
+void brickwork_conv_backward_float64(const Conv* convs, int64_t count) { backward<double>(convs, count); }
 }

@@ -68,10 +68,10 @@ def _forward(
     y = _empty(x.shape, x) if mask is None else _empty(x.shape, x).zero_()
     if y.numel() == 0:
         return y
-    x, state = _dense(x), _tokens(initial_state)
-    conv = _conv(x, weight, bias, state, mask, starts, silu, reverse)
+    x, state = dense(x), _tokens(initial_state)
+    conv = conv_of(x, weight, bias, state, mask, starts, silu, reverse)
     conv.y = array(y)
-    _run("forward", conv, x)
+    run("forward", [conv], x.dtype)
     return y
 
 
@@ -98,14 +98,11 @@ def _backward(
         return grads
     if mask is not None:
         dx.zero_()
-    x, dy, state = _dense(x), _dense(dy), _tokens(initial_state)
-    conv = _conv(x, weight, bias, state, mask, starts, silu, reverse)
-    blocks = -(-conv.tokens // conv.block)
-    sums = _empty((conv.batch * blocks, conv.width + 1, conv.channels), x)
-    conv.dy, conv.dx, conv.dinitial, conv.sums = map(array, (dy, dx, dinitial.mT, sums))
-    _run("backward", conv, x)
-    dweight.copy_(sums[0, :-1].flip(0).mT)
-    dbias.copy_(sums[0, -1])
+    x, dy, state = dense(x), dense(dy), _tokens(initial_state)
+    conv = conv_of(x, weight, bias, state, mask, starts, silu, reverse)
+    sums = set_gradients(conv, dy, dx, dinitial.mT)
+    run("backward", [conv], x.dtype)
+    copy_sums(sums, dweight, dbias)
     return grads
 
 
@@ -148,7 +145,7 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 _forward.register_autograd(_gradients, setup_context=_setup_context)
 
 
-_SIZES = "batch tokens channels width block tile threads silu reverse"
+_SIZES = "batch tokens channels width block tile threads silu reverse second"
 _ARRAYS = "x weight bias mask starts initial scratch y dy dx dinitial sums"
 
 
@@ -160,7 +157,7 @@ class _Conv(ctypes.Structure):
     )
 
 
-def _dense(tensor: Tensor) -> Tensor:
+def dense(tensor: Tensor) -> Tensor:
     """The same, with contiguous channels; no copy where they are."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
@@ -170,7 +167,7 @@ def _tokens(state: Tensor | None) -> Tensor | None:
     return None if state is None else state.mT.contiguous()
 
 
-def _conv(
+def conv_of(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -180,6 +177,7 @@ def _conv(
     silu: bool,
     reverse: bool,
 ) -> Any:
+    """The struct with sizes and inputs, channels contiguous; the tensors must outlive it."""
     conv: Any = _Conv()
     conv.batch, conv.tokens, conv.channels = x.shape
     conv.width = weight.shape[1]
@@ -192,11 +190,29 @@ def _conv(
     return conv
 
 
-def _run(direction: str, conv: Any, like: Tensor) -> None:
+def set_gradients(conv: Any, dy: Tensor, dx: Tensor, dinitial: Tensor | None) -> Tensor:
+    """Where backward reads and writes; returns the sums that `copy_sums` takes."""
+    blocks = -(-conv.tokens // conv.block)
+    sums = _empty((conv.batch * blocks, conv.width + 1, conv.channels), dy)
+    conv.dy, conv.dx, conv.dinitial, conv.sums = map(array, (dy, dx, dinitial, sums))
+    return sums
+
+
+def copy_sums(sums: Tensor, dweight: Tensor, dbias: Tensor) -> None:
+    """The gradients of weight and bias."""
+    dweight.copy_(sums[0, :-1].flip(0).mT)
+    dbias.copy_(sums[0, -1])
+
+
+def run(direction: str, convs: list[Any], dtype: torch.dtype) -> None:
+    """Compute the convolutions, two of one x as one."""
     library = cpu_extension.load(_LIBRARY)
     library.brickwork_conv_scratch.restype = ctypes.c_int64
-    size = library.brickwork_conv_scratch(ctypes.byref(conv))
-    scratch = torch.empty(conv.threads, size, dtype=torch.uint8, device="cpu")
-    conv.scratch = array(scratch)
-    dtype = {torch.float32: "float32", torch.float64: "float64"}[like.dtype]
-    getattr(library, f"brickwork_conv_{direction}_{dtype}")(ctypes.byref(conv))
+    size = library.brickwork_conv_scratch(ctypes.byref(convs[0]))
+    scratch = torch.empty(convs[0].threads, size, dtype=torch.uint8, device="cpu")
+    together = (_Conv * len(convs))(*convs)
+    for conv in together:
+        conv.scratch = array(scratch)
+    name = {torch.float32: "float32", torch.float64: "float64"}[dtype]
+    run_them = getattr(library, f"brickwork_conv_{direction}_{name}")
+    run_them(together, ctypes.c_int64(len(convs)))

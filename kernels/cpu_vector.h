@@ -130,6 +130,36 @@ inline T sum(Vec<T> v) {
   }
 }
 
+// Lane k is a[k] + a[k ^ DISTANCE] where bit DISTANCE of k is 0, b's elsewhere.
+template <class T, int DISTANCE, int... K>
+inline Vec<T> folded(Vec<T> a, Vec<T> b, std::integer_sequence<int, K...>) {
+  constexpr int W = lanes<T>;
+#if defined(__clang__)
+  const Vec<T> own = __builtin_shufflevector(a, b, (K & DISTANCE ? K + W : K)...);
+  const Vec<T> other = __builtin_shufflevector(a, b, ((K & DISTANCE ? K + W : K) ^ DISTANCE)...);
+#else
+  using Bits = typename Simd<T>::Bits;
+  const Vec<T> own = __builtin_shuffle(a, b, Bits{(K & DISTANCE ? K + W : K)...});
+  const Vec<T> other = __builtin_shuffle(a, b, Bits{((K & DISTANCE ? K + W : K) ^ DISTANCE)...});
+#endif
+  return own + other;
+}
+
+// Lane k is the sum of the lanes of v[k].
+template <class T, int DISTANCE = 1>
+inline Vec<T> sums(const Vec<T>* v) {
+  constexpr int W = lanes<T>;
+  if constexpr (DISTANCE == W) {
+    return v[0];
+  } else {
+    Vec<T> folds[W / 2 / DISTANCE];
+    for (int k = 0; k < W / 2 / DISTANCE; ++k) {
+      folds[k] = folded<T, DISTANCE>(v[2 * k], v[2 * k + 1], std::make_integer_sequence<int, W>());
+    }
+    return sums<T, 2 * DISTANCE>(folds);
+  }
+}
+
 // 2^f - 1 = f q(f) for |f| <= 1/2. A product with f: exact at 0, where the slow decays lie, so that
 // errors do not pile up over a long memory. float: minimax, relative error of 2^f below 1e-7;
 // double: Taylor, below 2e-16.

@@ -21,15 +21,16 @@ using namespace brickwork;
 
 namespace {
 
-constexpr int BLOCK = 4;        // states in registers at a time
-constexpr int SHARE_ROWS = 8;   // steps whose shares one task adds up
+constexpr int BLOCK = 4;       // states in registers at a time
+constexpr int AHEAD = 8;       // steps from fetching a row to using it
+constexpr int SHARE_ROWS = 8;  // steps whose shares one task adds up
 
 }  // namespace
 
 // Its twin is `_Scan` in selective_scan_cpu.py: the same fields in the same order.
 struct Scan {
   int64_t batch, tokens, channels, groups, state, chunk, tile, threads, softplus, reverse;
-  int64_t accumulate;  // add to y and dz instead of setting them
+  int64_t part;  // 0: alone; 1 or 2: the first or second of two, whose y and dz are sums
   // Inputs. mask and starts are bytes; any of D, z, delta_bias, mask, starts, initial may be absent.
   Array x, delta, A, B, C, D, z, delta_bias, mask, starts, initial;
   Array y, final_state;  // results of forward
@@ -39,7 +40,7 @@ struct Scan {
   Array dx, ddelta, dB, dC, dz;  // results of backward
   Array dstate;                  // (batch, state, channels), in and out
   Array sums;    // (batch, state + 2, channels), zeros at first: gradients of A, of D, of delta_bias
-  Array shares;  // (2, tasks, chunk, state)
+  Array shares;  // (2, tasks, blocks, chunk, BLOCK), the last two as one
 };
 
 namespace {
@@ -59,6 +60,7 @@ struct Rows {
   void set(int64_t s, Vec<T> value) const { store(origin + s * step, lane, count, value); }
   // Into the second-level cache: rows a power of two apart would push each other out of the first.
   void fetch(int64_t s) const { __builtin_prefetch(origin + s * step, 0, 2); }
+  void fetch_to_set(int64_t s) const { __builtin_prefetch(origin + s * step, 1, 2); }
 };
 
 template <class T>
@@ -144,7 +146,7 @@ class Tile {
             const V z = gates[s];
             result *= z * logistic<T>(z, exp_minus_magnitude<T>(z));
           }
-          results.set(s, p.accumulate ? results[s] + result : result);
+          results.set(s, p.part == 2 ? results[s] + result : result);
         }
       }
     }
@@ -169,6 +171,8 @@ class Tile {
       int64_t i = v * row;
       stage(v, [&](int64_t s, V value, V rise) {
         V through{}, around{};
+        dy.fetch(s + AHEAD);
+        gates.fetch(s + AHEAD);
         if (dy.origin && real(s)) {
           through = dy[s];
           if (gates.origin) {
@@ -187,8 +191,9 @@ class Tile {
       });
     }
     for (int64_t n = 0; n < padded; n += BLOCK) {
-      std::fill(dB, dB + steps * BLOCK, V{});
-      std::fill(dC, dC + steps * BLOCK, V{});
+      const int64_t entries = (steps * BLOCK + W - 1) / W * W;  // chunks have whole vectors of them
+      std::fill(dB, dB + entries, V{});
+      std::fill(dC, dC + entries, V{});
       for (int64_t v = 0; v < vectors; ++v) {
         V state[BLOCK]{};
         for (int k = 0; k < BLOCK && n + k < p.state; ++k) {
@@ -201,25 +206,29 @@ class Tile {
           retreat<false>(v, n, decays, states, g, du, dd, dB, dC);
         }
       }
-      for (int64_t s = 0; s < steps; ++s) {
-        for (int k = 0; k < BLOCK && n + k < p.state; ++k) {
-          *p.shares.at<T>(0, task, s, n + k) = sum<T>(dB[s * BLOCK + k]);
-          *p.shares.at<T>(1, task, s, n + k) = sum<T>(dC[s * BLOCK + k]);
-        }
+      T *share_B = p.shares.at<T>(0, task, n / BLOCK), *share_C = p.shares.at<T>(1, task, n / BLOCK);
+      for (int64_t i = 0; i < entries; i += W) {
+        store(share_B + i, 1, W, brickwork::sums<T>(dB + i));
+        store(share_C + i, 1, W, brickwork::sums<T>(dC + i));
       }
     }
     for (int64_t v = 0; v < vectors; ++v) {
       const Rows<T> dx_v = rows(p.dx, v), ddelta_v = rows(p.ddelta, v), dz_v = rows(p.dz, v);
       const V D = skip(v);
+      // Steps below it are at tokens where the other of two, who goes the other way, has been.
+      const int64_t met = p.part ? p.tokens - 2 * begin - (p.part == 1 ? p.chunk : 0) : 0;
       V dD{}, dbias{};
       for (int64_t s = 0; s < steps; ++s) {
         const int64_t i = v * row + s;
+        dx_v.fetch_to_set(s + AHEAD);
+        ddelta_v.fetch_to_set(s + AHEAD);
+        dz_v.fetch_to_set(s + AHEAD);
         V dx = du[i] * d[i] + g[i] * D;
         V ddelta = (dd[i] * LN2<T> + du[i] * x[i]) * slope[i];
         if (!real(s)) dx = ddelta = V{};
         dx_v.set(s, dx);
         ddelta_v.set(s, ddelta);
-        if (dz_v.origin) dz_v.set(s, p.accumulate ? dz_v[s] + dz[i] * y[i] : dz[i] * y[i]);
+        if (dz_v.origin) dz_v.set(s, s < met ? dz_v[s] + dz[i] * y[i] : dz[i] * y[i]);
         dD += g[i] * x[i];
         dbias += ddelta;
       }
@@ -296,6 +305,8 @@ class Tile {
     const bool soft = p.softplus;
     for (int64_t s = 0; s < steps; ++s) {
       V x{}, size{}, slope{};
+      xs.fetch(s + AHEAD);
+      sizes.fetch(s + AHEAD);
       if (real(s)) {
         x = xs[s];
         size = sizes[s] + bias;
@@ -436,15 +447,22 @@ void gather_shares(const Scan& p, int64_t chunk, int64_t part, int64_t parts) {
   for (int64_t s = part % parts * SHARE_ROWS; s < last; ++s) {
     const int64_t token = p.reverse ? p.tokens - 1 - begin - s : begin + s;
     T *dB = p.dB.at<T>(batch, token, group), *dC = p.dC.at<T>(batch, token, group);
-    std::fill(dB, dB + p.state, T(0));
-    std::fill(dC, dC + p.state, T(0));
-    if (p.mask && !*p.mask.at<uint8_t>(batch, token)) continue;
-    for (int64_t tile = owner * tiles; tile < (owner + 1) * tiles; ++tile) {
-      const T *share_B = p.shares.at<T>(0, tile, s), *share_C = p.shares.at<T>(1, tile, s);
-      for (int64_t n = 0; n < p.state; ++n) {
-        dB[n] += share_B[n];
-        dC[n] += share_C[n];
+    if (p.mask && !*p.mask.at<uint8_t>(batch, token)) {
+      std::fill(dB, dB + p.state, T(0));
+      std::fill(dC, dC + p.state, T(0));
+      continue;
+    }
+    for (int64_t n = 0; n < p.state; n += BLOCK) {
+      T total_B[BLOCK]{}, total_C[BLOCK]{};
+      for (int64_t tile = owner * tiles; tile < (owner + 1) * tiles; ++tile) {
+        const T* share_B = p.shares.at<T>(0, tile, n / BLOCK, s * BLOCK);
+        const T* share_C = p.shares.at<T>(1, tile, n / BLOCK, s * BLOCK);
+        for (int k = 0; k < BLOCK; ++k) total_B[k] += share_B[k];
+        for (int k = 0; k < BLOCK; ++k) total_C[k] += share_C[k];
       }
+      const int64_t count = std::min<int64_t>(BLOCK, p.state - n);
+      std::copy(total_B, total_B + count, dB + n);
+      std::copy(total_C, total_C + count, dC + n);
     }
   }
 }

@@ -19,6 +19,7 @@ from brickwork.kernels.backend import compute_dtype, why_not_opaque
 from brickwork.kernels.cpu_extension import Array, array
 
 _LIBRARY = "selective_scan_cpu"
+_BLOCK = 4  # as in the source
 _TILE = 64  # channels that one thread takes at a time; fixed, so that sums do not depend on threads
 
 
@@ -192,7 +193,7 @@ cpu_extension.register(
 _ops = torch.ops.brickwork
 
 
-_SIZES = "batch tokens channels groups state chunk tile threads softplus reverse accumulate"
+_SIZES = "batch tokens channels groups state chunk tile threads softplus reverse part"
 _ARRAYS = (
     "x delta A B C D z delta_bias mask starts initial y final_state states scratch "
     "dy dx ddelta dB dC dz dstate sums shares"
@@ -208,7 +209,10 @@ class _Scan(ctypes.Structure):
 
 
 def _chunk(state: int) -> int:
-    """Tokens between kept states: the more states, the more tokens, while the cache holds them."""
+    """Tokens between kept states: the more states, the more tokens, while the cache holds them.
+
+    A multiple of 4, as _BLOCK of them are vectors of at most 16.
+    """
     return min(max(64, 4 * state), 256)
 
 
@@ -257,7 +261,7 @@ def set_gradients(
     like: Any = {"dtype": states.dtype, "device": states.device}
     tasks = scan.batch * scan.groups * -(-(scan.channels // scan.groups) // scan.tile)
     sums = torch.zeros(scan.batch, scan.state + 2, scan.channels, **like)
-    shares = torch.empty(2, tasks, scan.chunk, scan.state, **like)
+    shares = torch.empty(2, tasks, -(-scan.state // _BLOCK), scan.chunk * _BLOCK, **like)
     scan.states, scan.dy, scan.dstate, scan.sums = map(array, (states, dy, dstate, sums))
     scan.dx, scan.ddelta, scan.dB, scan.dC = map(array, grads)
     scan.shares = array(shares)

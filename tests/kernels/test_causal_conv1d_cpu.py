@@ -127,7 +127,7 @@ def test_a_slice_is_read_where_it_lies():
     """No copy of a slice of a projection, nor of a gradient that is one."""
     projected = torch.randn(2, 9, 36)
     for part in projected.chunk(2, -1):
-        assert causal_conv1d_cpu._dense(part) is part
+        assert causal_conv1d_cpu.dense(part) is part
 
 
 def test_expanded_inputs_and_gradients():
@@ -236,8 +236,8 @@ def test_choice_of_backend():
     p = Problem(1, 5, 3, 2)
     with pytest.MonkeyPatch.context() as patch:
         called = []
-        run = causal_conv1d_cpu._run
-        patch.setattr(causal_conv1d_cpu, "_run", lambda *a: (called.append(a[0]), run(*a)))
+        run = causal_conv1d_cpu.run
+        patch.setattr(causal_conv1d_cpu, "run", lambda *a: (called.append(a[0]), run(*a)))
         p.run("auto")(*p.floats)
         assert called == ["forward"]
         with prefer("chunked"):

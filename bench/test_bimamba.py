@@ -44,7 +44,7 @@ def test_block_forward(benchmark):
             lambda: block(x),
             {name: (lambda peer=peer: peer(x)) for name, peer in peers.items()},
             reference=specified(lambda: in_float64(block)(x.double())),
-            rounds=15,
+            rounds=41,
         )
 
 
@@ -70,7 +70,7 @@ def test_block_forward_and_backward(benchmark):
         step(block, x),
         {name: step(wrap(block), x) for name, wrap in WRAPPERS.items()},
         reference=specified(step(in_float64(block), x.double())),
-        rounds=15,
+        rounds=41,
     )
 
 

@@ -53,6 +53,7 @@ def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and x.dtype == weight.dtype == torch.float32
         and weight.ndim == 2
         and weight.shape[1] == columns
+        and (weight.is_contiguous() or weight.mT.is_contiguous())  # else a thousand times slower
         and (bias is None or (bias.dtype == torch.float32 and bias.shape == weight.shape[:1]))
         and not torch.is_autocast_enabled("cpu")
         and bool(torch.backends.mkldnn.enabled)

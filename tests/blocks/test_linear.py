@@ -46,6 +46,30 @@ def test_any_strides(library):
     )
 
 
+@pytest.mark.parametrize(
+    ("weight", "taken"),
+    [
+        (torch.randn(20, 24), True),
+        (torch.randn(24, 20).mT, True),
+        (torch.randn(40, 24)[:20], True),
+        (torch.randn(20, 30)[:, :24], False),
+        (torch.randn(40, 24)[::2], False),
+        (torch.randn(24, 30)[:, :20].mT, False),
+        (torch.randn(24).expand(20, 24), False),
+    ],
+)
+def test_a_weight_with_gaps_does_not_go_to_onednn(monkeypatch, weight, taken):
+    """oneDNN multiplies by it a thousand times more slowly than by a whole matrix."""
+    monkeypatch.setattr(module, "_faster", True)
+    monkeypatch.setattr(module, "TERMS", 1)
+    called = []
+    product = module._product
+    monkeypatch.setattr(module, "_product", lambda *a: (called.append(1), product(*a))[1])
+    x = torch.randn(70, 24)
+    torch.testing.assert_close(linear(x, weight), nn.functional.linear(x, weight))
+    assert bool(called) == taken
+
+
 def test_second_derivatives(library):
     x, weight = torch.randn(70, 8), torch.randn(6, 8)
 

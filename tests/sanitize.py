@@ -1,4 +1,4 @@
-"""Run one op's kernels under triton-viz's sanitizer, which proves every load and store inside its
+"""Run the kernels of ops under triton-viz's sanitizer, which proves every load and store inside its
 tensor or names the line that is not: `TRITON_INTERPRET=1 python tests/sanitize.py rms_norm`.
 
 The cases are the functions `case_*` of `tests/triton/sanitized/<op>.py`. Nothing is computed:
@@ -27,20 +27,32 @@ from triton_viz.clients.sanitizer import sanitizer
 CASES = Path(__file__).parent / "triton" / "sanitized"
 
 
-def main(op: str) -> None:
+def main(ops: list[str]) -> None:
     _amend()
+    with language_patched_once():
+        for op in ops:
+            _sanitize(op)
+
+
+def _sanitize(op: str) -> None:
     module = importlib.import_module(f"brickwork.kernels.{op}_triton")
     wanted = {configuration.kernel for configuration in module.configurations()}
     launched: set[str] = set()
     ours = [m for name, m in sys.modules.items() if name.startswith("brickwork.kernels.")]
-    for kernel in wanted:  # under its name wherever it is launched from
-        for part in ours:
-            for name in [n for n, value in vars(part).items() if value is kernel]:
-                _watch(part, name, launched)
-    with language_patched_once():
-        for name, case in _cases(op):
-            print(name, flush=True)
-            case()
+    places = [  # under its name wherever it is launched from
+        (part, name, kernel)
+        for kernel in wanted
+        for part in ours
+        for name, value in vars(part).items()
+        if value is kernel
+    ]
+    for part, name, _ in places:
+        _watch(part, name, launched)
+    for name, case in _cases(op):
+        print(name, flush=True)
+        case()
+    for place in places:  # norms share kernels
+        setattr(*place)
     missing = {kernel.__name__ for kernel in wanted} - launched
     if missing:
         raise SystemExit(f"{op}: no case launches {sorted(missing)}")
@@ -139,4 +151,4 @@ def _cases(op: str) -> list[tuple[str, Callable[[], object]]]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1:])

@@ -7,10 +7,12 @@ import os
 
 import pytest
 
-from brickwork.kernels.backend import triton_interprets
 
-if triton_interprets():
-    raise pytest.UsageError("tests/triton/compiled needs TRITON_INTERPRET unset")
+def pytest_pycollect_makemodule() -> None:
+    from brickwork.kernels.backend import triton_interprets
+
+    if triton_interprets():
+        raise pytest.UsageError("tests/triton/compiled needs TRITON_INTERPRET unset")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -22,6 +22,7 @@ from torch.nn.functional import silu
 from brickwork.kernels.backend import autocast_off, compute_dtype
 from brickwork.kernels.selective_scan import step_sizes
 
+LOG2E = 1.4426950408889634074  # the CPU's exp2 takes a third of the time of its exp
 TOKENS = 32
 ELEMENTS = 24576  # of state a thread: a step's operands stay in the second-level cache
 
@@ -89,6 +90,7 @@ class _Tile:
         self.scan, self.rows, self.group, self.channels = scan, rows, group, channels
         self.dtype = scan.dtype()
         self.A = scan.A[channels].to(self.dtype).mT.contiguous()
+        self.rate = self.A * LOG2E
         self.D = None if scan.D is None else scan.D[channels].to(self.dtype)
         self.bias = None if scan.bias is None else scan.bias[channels].to(self.dtype)
         self.shape = (rows.stop - rows.start, *self.A.shape)
@@ -133,7 +135,7 @@ class _Tile:
     def run(self, chunk: _Chunk, at: slice, entering: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Decays, states and the states before them, each (Q, R, N, E), views of the buffers."""
         Q, reverse = at.stop - at.start, self.scan.reverse
-        decay = torch.mul(chunk.step[:, :, None], self.A, out=self.decay[:Q]).exp_()
+        decay = torch.mul(chunk.step[:, :, None], self.rate, out=self.decay[:Q]).exp2_()
         if self.scan.starts is not None:
             decay.masked_fill_(self.scan.starts[self.rows, at].mT[..., None, None], 0)
         states = self.states[:Q] if reverse else self.states[1 : Q + 1]

@@ -21,6 +21,7 @@ from torch.nn.functional import pad, silu
 from brickwork.kernels.backend import autocast_off, compute_dtype
 from brickwork.kernels.linear import product
 from brickwork.kernels.selective_scan import step_sizes
+from brickwork.kernels.selective_scan_chunked import LOG2E
 
 ELEMENTS = 2**18  # of the decays of a chunk: they and the products' operands stay in the cache
 
@@ -106,6 +107,7 @@ class _Rows:
     def __init__(self, scan: _Scan, rows: slice) -> None:
         self.scan, self.rows, self.dtype = scan, rows, scan.dtype()
         self.A = scan.A.to(self.dtype)
+        self.rate = self.A * LOG2E
         self.bias = None if scan.bias is None else scan.bias.to(self.dtype)
         D = scan.D
         self.D = None if D is None else (D if D.dim() == 2 else D[:, None]).to(self.dtype)
@@ -143,7 +145,7 @@ class _Rows:
             x, B, C = (t.masked_fill(padding[..., None], 0) for t in (x, B, C))
         starts = None if scan.starts is None else scan.starts[self.rows, at]
         B, C = (t.transpose(1, 2).contiguous() for t in (B, C))
-        decay, entering = _decays((step * self.A).transpose(1, 2), starts, scan.reverse)
+        decay, entering = _decays((step * self.rate).transpose(1, 2), starts, scan.reverse)
         last = 0 if scan.reverse else -1
         leaving = decay[:, :, last]
         pairs = _grouped(decay, self.groups) * (C @ B.mT)[:, :, None]
@@ -198,7 +200,7 @@ def _grouped(tensor: Tensor, groups: int) -> Tensor:
 
 
 def _decays(exponent: Tensor, starts: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
-    """exp of the sums of `exponent` (R, H, Q) from token j to token i (R, H, Q, Q), and up to i.
+    """exp2 of the sums of `exponent` (R, H, Q) from token j to token i (R, H, Q, Q), and up to i.
 
     0 where j comes after i in scan direction or a sequence starts in between. A difference of
     running sums loses the small steps after a large one, so what their rounding lost is added back.
@@ -211,13 +213,13 @@ def _decays(exponent: Tensor, starts: Tensor | None, reverse: bool) -> tuple[Ten
     pairs -= lost[..., None, :]
     cut = torch.Tensor.triu_ if reverse else torch.Tensor.tril_
     # The CPU's exponential takes ten times as long where its result is no normal number.
-    least = math.log(torch.finfo(pairs.dtype).tiny)
-    decay = cut(cut(pairs).clamp_(min=least).exp_())
+    least = math.log2(torch.finfo(pairs.dtype).tiny)
+    decay = cut(cut(pairs).clamp_(min=least).exp2_())
     if starts is not None:
         runs = _running(starts[:, None].long(), reverse)
         decay.masked_fill_(runs[..., :, None] != runs[..., None, :], 0)
         sums = sums.masked_fill(runs != 0, -torch.inf)
-    return decay, sums.exp()
+    return decay, sums.exp2()
 
 
 def _sums_across(dlog: Tensor, reverse: bool) -> Tensor:

@@ -205,7 +205,7 @@ def test_small_steps_after_a_large_one_keep_their_precision():
     expected = segment_sums(decay.double(), None, False)[0].exp()
     for pairs in (
         segment_sums(decay, None, False)[0].exp(),
-        ssd_scan_chunked._decays(decay, None, False)[0],
+        ssd_scan_chunked._decays(decay * ssd_scan_chunked.LOG2E, None, False)[0],
     ):
         assert_close(pairs, expected, terms=64)
 

@@ -171,7 +171,9 @@ def load_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
+        inside = sorted(p.parent.name for p in path.parent.glob(f"*/{path.name}"))
+        hint = f"; one of its folders may be meant: {inside[-1]}" if inside else ""
+        raise FileNotFoundError(f"{path} does not exist (a local folder is read){hint}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

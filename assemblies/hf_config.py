@@ -49,7 +49,8 @@ class AssemblyConfig(PreTrainedConfig):
         super().__post_init__(**fields)
         for name, value in dataclasses.asdict(config).items():
             setattr(self, name, value)
-        others = sorted(fields.keys() - self.ours.passed_over() - set(dir(PreTrainedConfig())))
+        theirs = {"attn_implementation", *dir(PreTrainedConfig())}
+        others = sorted(fields.keys() - self.ours.passed_over() - theirs)
         if others := [name for name in others if not name.startswith("_")]:
             logger.warning(f"{type(self).__name__} has no fields {others}: they change nothing")
 

@@ -75,7 +75,7 @@ def _residue_ids(sequence: str, index: int) -> list[int]:
         found = _TOKEN.match(sequence, at)
         if found is None or found.group() in ("<cls>", "<pad>", "<eos>"):
             raise ValueError(
-                f"sequence {index} has {sequence[at]!r} at {at}, not one of {RESIDUES!r}"
+                f"sequence {index} has {sequence[at]!r} at {at}, not one of {RESIDUES + '.-'!r}"
             )
         ids.append(_ID[found.group()])
         at = found.end()

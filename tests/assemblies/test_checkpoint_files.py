@@ -248,7 +248,11 @@ def test_foreign_shards_without_our_save_id_load(tmp_path):
 def test_missing_files_and_bad_config(tmp_path):
     with pytest.raises(FileNotFoundError, match="neither"):
         read(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"config\.json does not exist \(a local folder"):
+        load_config(tmp_path)
+    (tmp_path / "step-000010").mkdir()
+    (tmp_path / "step-000010" / "config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="one of its folders may be meant: step-000010"):
         load_config(tmp_path)
     for text in ("[1]", "{", "\xff"):
         (tmp_path / "config.json").write_text(text, encoding="latin-1")

@@ -240,6 +240,8 @@ def _check(sequences: Sequence[Tensor]) -> list[int]:
         raise ValueError("sequences must hold at least one sequence")
     first = sequences[0]
     for number, sequence in enumerate(sequences):
+        if not isinstance(sequence, Tensor):
+            raise ValueError(f"sequence {number} must be a tensor, got {type(sequence).__name__}")
         if sequence.dim() < 1:
             raise ValueError(f"sequence {number} must have shape (T, ...), got a single number")
         if sequence.shape[1:] != first.shape[1:] or sequence.dtype != first.dtype:

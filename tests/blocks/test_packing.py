@@ -110,6 +110,8 @@ def test_collator(packed):
 
 
 def test_errors():
+    with pytest.raises(ValueError, match="sequence 0 must be a tensor, got list"):
+        pad([[1, 2], [3]])
     with pytest.raises(ValueError, match="sequences must hold at least one sequence"):
         pad([])
     with pytest.raises(

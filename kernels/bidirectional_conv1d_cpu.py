@@ -141,13 +141,32 @@ def _fake_backward(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.silu = inputs
     ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, dy: Tensor, dy_back: Tensor) -> tuple[Any, ...]:
+def _gradients(ctx: Any, dy: Tensor | None, dy_back: Tensor | None) -> tuple[Any, ...]:
     tensors = ctx.saved_tensors
-    grads = _ops.bidirectional_conv1d_cpu_backward(dy, dy_back, *tensors, ctx.silu)
+    if dy is not None and dy_back is not None:
+        grads = _ops.bidirectional_conv1d_cpu_backward(dy, dy_back, *tensors, ctx.silu)
+    else:
+        grads = _of_one(dy, dy_back, *tensors, ctx.silu)
     wanted = [g if t is not None else None for g, t in zip(grads, tensors)]
     return (*wanted, None, None, None, None)
+
+
+def _of_one(dy: Tensor | None, dy_back: Tensor | None, *arguments: Any) -> tuple[Any, ...]:
+    """The gradients where only one result was used: as of that convolution alone."""
+    x, weight, bias, weight_back, bias_back, mask, starts, starts_back, silu = arguments
+    single = _ops.causal_conv1d_cpu_backward
+    if dy is not None:
+        dx, *own, _ = single(dy, x, weight, bias, None, mask, starts, silu, False)
+        return dx, *own, None, None
+    if dy_back is not None:
+        dx, *own, _ = single(
+            dy_back, x, weight_back, bias_back, None, mask, starts_back, silu, True
+        )
+        return dx, None, None, *own
+    return None, None, None, None, None
 
 
 cpu_extension.register(

@@ -51,10 +51,10 @@ def causal_conv1d_cpu(
         initial_state = initial_state.to(x.dtype)
     dtype = compute_dtype(x, weight, bias, initial_state)
     wide = [None if t is None else t.to(dtype) for t in (x, weight, bias, initial_state)]
-    return _forward(*wide, mask, starts, activation == "silu", reverse).to(x.dtype)
+    silu = activation == "silu"
+    return _ops.causal_conv1d_cpu(*wide, mask, starts, silu, reverse).to(x.dtype)
 
 
-@torch.library.custom_op("brickwork::causal_conv1d_cpu", mutates_args=(), device_types="cpu")
 def _forward(
     x: Tensor,
     weight: Tensor,
@@ -75,9 +75,6 @@ def _forward(
     return y
 
 
-@torch.library.custom_op(
-    "brickwork::causal_conv1d_cpu_backward", mutates_args=(), device_types="cpu"
-)
 def _backward(
     dy: Tensor,
     x: Tensor,
@@ -120,13 +117,11 @@ def _empty_gradients(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor,
     )
 
 
-@_forward.register_fake
-def _(x: Tensor, *others: Any) -> Tensor:
+def _fake_forward(x: Tensor, *others: Any) -> Tensor:
     return _empty(x.shape, x)
 
 
-@_backward.register_fake
-def _(dy: Tensor, x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
+def _fake_backward(dy: Tensor, x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
     return _empty_gradients(x, weight)
 
 
@@ -137,12 +132,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     tensors = ctx.saved_tensors
-    grads = _backward(dy, *tensors, ctx.silu, ctx.reverse)
+    grads = _ops.causal_conv1d_cpu_backward(dy, *tensors, ctx.silu, ctx.reverse)
     wanted = [g if t is not None else None for g, t in zip(grads, tensors)]
     return (*wanted, None, None, None, None)
 
 
-_forward.register_autograd(_gradients, setup_context=_setup_context)
+cpu_extension.register(
+    "causal_conv1d", _forward, _fake_forward, _backward, _fake_backward, _setup_context, _gradients
+)
+_ops = torch.ops.brickwork
 
 
 _SIZES = "batch tokens channels width block tile threads silu reverse second"

@@ -221,6 +221,7 @@ def selective_scan_reference(
         if z is not None:
             gate = z.to(dtype) if mask is None else keep_real(z.to(dtype), mask)
             y = y * torch.nn.functional.silu(gate)
+        y = y if mask is None else keep_real(y, mask)  # 0 there, even of a state that is NaN
         return SelectiveScanOutput(y.to(x.dtype), state.reshape(x.shape[0], x.shape[2], N))
 
 

@@ -136,8 +136,7 @@ class _Tile:
         """Decays, states and the states before them, each (Q, R, N, E), views of the buffers."""
         Q, reverse = at.stop - at.start, self.scan.reverse
         decay = torch.mul(chunk.step[:, :, None], self.rate, out=self.decay[:Q]).exp2_()
-        if self.scan.starts is not None:
-            decay.masked_fill_(self.scan.starts[self.rows, at].mT[..., None, None], 0)
+        starts = self.starts(at)
         states = self.states[:Q] if reverse else self.states[1 : Q + 1]
         before = self.states[1 : Q + 1] if reverse else self.states[:Q]
         push = chunk.step * chunk.x
@@ -145,13 +144,28 @@ class _Tile:
         before[-1 if reverse else 0].copy_(entering)
         now, previous, decays = states.unbind(0), before.unbind(0), decay.unbind(0)
         for t in reversed(range(Q)) if reverse else range(Q):
-            now[t].addcmul_(decays[t], previous[t])
+            _add_decayed(now[t], decays[t], previous[t], starts[t])
         return decay, states, before
+
+    def starts(self, at: slice) -> list[Tensor | None]:
+        """For each token in which rows (R, 1, 1) a sequence starts there, None where in none."""
+        if self.scan.starts is None:
+            return [None] * (at.stop - at.start)
+        starts = self.scan.starts[self.rows, at].mT[..., None, None]
+        return [row if some else None for row, some in zip(starts, starts.flatten(1).any(1))]
 
     def ungated(self, chunk: _Chunk, states: Tensor) -> Tensor:
         """`C · h + D x`, (Q, R, E)."""
         out = torch.matmul(chunk.C[:, :, None], states).squeeze(2)
         return out if self.D is None else out.addcmul_(chunk.x, self.D)
+
+
+def _add_decayed(to: Tensor, decay: Tensor, state: Tensor, start: Tensor | None) -> None:
+    """What a step leaves of the state before it: nothing where a sequence starts, were it NaN."""
+    if start is None:
+        to.addcmul_(decay, state)
+    else:
+        to.add_((decay * state).masked_fill_(start, 0))
 
 
 def _tiles(scan: _Scan, buffers: int = 2) -> Iterator[_Tile]:
@@ -262,17 +276,25 @@ def _backward(
                     gate = gate.masked_fill(chunk.padding, 0)
                 s = torch.sigmoid(gate)
                 dgate = dout * tile.ungated(chunk, states) * (s * (1 + gate * (1 - s)))
+                if chunk.padding is not None:
+                    dgate = dgate.masked_fill_(chunk.padding, 0)
                 sums.z[rows, at, channels] = dgate.transpose(0, 1)
                 dout = dout * (gate * s)
             dC = torch.matmul(dout[:, :, None], states.mT).squeeze(2)
+            if chunk.padding is not None:
+                dC.masked_fill_(chunk.padding, 0)
             sums.C[rows, at, group] += dC.transpose(0, 1)
             dstates = torch.mul(chunk.C[..., None], dout[:, :, None], out=tile.grads[: len(decay)])
-            _accumulate(dstates, decay, carry, reverse)
+            begins = tile.starts(at)
+            _accumulate(dstates, decay, carry, begins, reverse)
             dpush = torch.matmul(chunk.B[:, :, None], dstates).squeeze(2)
             push = chunk.step * chunk.x
             dB = torch.matmul(push[:, :, None], dstates.mT).squeeze(2)
             sums.B[rows, at, group] += dB.transpose(0, 1)
             drate = decay.mul_(dstates).mul_(before)
+            for t, start in enumerate(begins):
+                if start is not None:
+                    drate[t].masked_fill_(start, 0)
             dstep = dpush * chunk.x
             for n in range(A.shape[1]):
                 dstep.addcmul_(drate[:, :, n], tile.A[n])
@@ -300,7 +322,9 @@ def _backward(
     ]
 
 
-def _accumulate(dstates: Tensor, decay: Tensor, carry: Tensor, reverse: bool) -> None:
+def _accumulate(
+    dstates: Tensor, decay: Tensor, carry: Tensor, starts: list[Tensor | None], reverse: bool
+) -> None:
     """Run the gradient back through a chunk's states; `carry` comes from after, leaves before."""
     grads, decays = dstates.unbind(0), decay.unbind(0)
     later = None
@@ -308,10 +332,10 @@ def _accumulate(dstates: Tensor, decay: Tensor, carry: Tensor, reverse: bool) ->
         if later is None:
             grads[t].add_(carry)
         else:
-            grads[t].addcmul_(decays[later], grads[later])
+            _add_decayed(grads[t], decays[later], grads[later], starts[later])
         later = t
     if later is not None:
-        torch.mul(decays[later], grads[later], out=carry)
+        _add_decayed(carry.zero_(), decays[later], grads[later], starts[later])
 
 
 def _gradients(scan: _Scan) -> dict[str, Any]:

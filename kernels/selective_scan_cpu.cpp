@@ -225,10 +225,11 @@ class Tile {
         dz_v.fetch_to_set(s + AHEAD);
         V dx = du[i] * d[i] + g[i] * D;
         V ddelta = (dd[i] * LN2<T> + du[i] * x[i]) * slope[i];
-        if (!real(s)) dx = ddelta = V{};
+        V dgate = dz[i] * y[i];
+        if (!real(s)) dx = ddelta = dgate = V{};
         dx_v.set(s, dx);
         ddelta_v.set(s, ddelta);
-        if (dz_v.origin) dz_v.set(s, s < met ? dz_v[s] + dz[i] * y[i] : dz[i] * y[i]);
+        if (dz_v.origin) dz_v.set(s, s < met ? dz_v[s] + dgate : dgate);
         dD += g[i] * x[i];
         dbias += ddelta;
       }
@@ -422,8 +423,8 @@ class Tile {
         du_s += dh_s * b[k];
         dh[k] = dh_s * decays[s * BLOCK + k];
         h[k] = states[s * BLOCK + k];
-        if (start) dh[k] = V{};
-        const V dlog = dh[k] * h[k];
+        V dlog = dh[k] * h[k];
+        if (start) dh[k] = dlog = V{};  // whatever the sequence before it left
         dd_s += dlog * a[k];
         dA[k] += dlog * size;
       }

@@ -165,6 +165,31 @@ def test_padding_holds_anything(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("reverse", [False, True])
+def test_a_sequence_of_nan_stays_alone(backend, reverse):
+    """In a packed row it reaches no result and no gradient of a token of another sequence; and
+    where padding stands after it, the result and the gradient of the gate are 0."""
+    inputs = make(B=1, T=9)
+    sick = slice(0, 4) if not reverse else slice(5, 9)
+    well = slice(5, 9) if not reverse else slice(0, 4)
+    inputs[0][:, sick] = torch.nan
+    ids = torch.tensor([[0] * 4 + [1] * 5 if not reverse else [0] * 5 + [1] * 4])
+    mask = torch.ones(1, 9, dtype=torch.bool)
+    mask[:, 3 if not reverse else 5] = False  # padding that the NaN's state passes
+    options = {**CHOICES[-1], "reverse": reverse}
+    options.pop("mask"), options.pop("seq_ids")
+    run = call(selective_scan, options, mask=mask, seq_ids=ids, backend=backend)
+    leaves = [t.requires_grad_() for t in inputs]
+    y = run(*leaves).y
+    assert y[:, well].isfinite().all()
+    assert (y[:, ~mask[0]] == 0).all()
+    grads = torch.autograd.grad(y.sum(), leaves)
+    for i in (0, 1, 3, 4, 6):
+        assert grads[i][:, well].isfinite().all(), i
+        assert (grads[i][:, ~mask[0]] == 0).all(), i
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("reverse", [False, True])
 def test_large_decay_and_step_sizes_from_minus_30_to_30(backend, reverse):
     """Field notes, Mamba: NaN at large decay; softplus beyond 20 (#574, #713)."""
     inputs = make(T=40, dtype=torch.float64)

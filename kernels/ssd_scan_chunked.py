@@ -212,7 +212,7 @@ def _decays(exponent: Tensor, starts: Tensor | None, reverse: bool) -> tuple[Ten
     pairs += lost[..., :, None]
     pairs -= lost[..., None, :]
     cut = torch.Tensor.triu_ if reverse else torch.Tensor.tril_
-    # The CPU's exponential takes ten times as long where its result is no normal number.
+    # The CPU takes longer where the result is no normal number: here twice, in products more.
     least = math.log2(torch.finfo(pairs.dtype).tiny)
     decay = cut(cut(pairs).clamp_(min=least).exp2_())
     if starts is not None:

@@ -73,18 +73,13 @@ def resumable_file(
         steps = _listed(journal) if partial.exists() and not overwrite else []
         if path.exists() and not steps and not overwrite:
             if not resume:
-                raise ValueError(
-                    f"{path} exists: resume (--resume) to keep it, or overwrite (--overwrite)"
-                )
+                raise ValueError(f"{path} exists: resume (--resume) or --overwrite it")
             _check_same(read_settings(path), layout, path)
             journal.truncate(0)
             yield None
             return
         if steps and not resume:
-            raise ValueError(
-                f"{partial} is left of an unfinished run: resume (--resume), "
-                "or overwrite (--overwrite)"
-            )
+            raise ValueError(f"{partial} is unfinished: resume (--resume) or --overwrite it")
         with partial.open("r+b" if steps else "w+b") as data:
             if steps:
                 _check_same(json.loads(steps[0]), layout, partial)

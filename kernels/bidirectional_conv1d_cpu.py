@@ -98,17 +98,8 @@ def _backward(
     return grads
 
 
-def _both(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    weight_back: Tensor,
-    bias_back: Tensor | None,
-    mask: Tensor | None,
-    starts: Tensor | None,
-    starts_back: Tensor | None,
-    silu: bool,
-) -> list[Any]:
+def _both(x: Tensor, *arguments: Any) -> list[Any]:
+    weight, bias, weight_back, bias_back, mask, starts, starts_back, silu = arguments
     convs = [
         conv_of(x, weight, bias, None, mask, starts, silu, False),
         conv_of(x, weight_back, bias_back, None, mask, starts_back, silu, True),

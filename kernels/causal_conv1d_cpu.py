@@ -204,13 +204,4 @@ def copy_sums(sums: Tensor, dweight: Tensor, dbias: Tensor) -> None:
 
 def run(direction: str, convs: list[Any], dtype: torch.dtype) -> None:
     """Compute the convolutions, two of one x as one."""
-    library = cpu_extension.load(_LIBRARY)
-    library.brickwork_conv_scratch.restype = ctypes.c_int64
-    size = library.brickwork_conv_scratch(ctypes.byref(convs[0]))
-    scratch = torch.empty(convs[0].threads, size, dtype=torch.uint8, device="cpu")
-    together = (_Conv * len(convs))(*convs)
-    for conv in together:
-        conv.scratch = array(scratch)
-    name = {torch.float32: "float32", torch.float64: "float64"}[dtype]
-    run_them = getattr(library, f"brickwork_conv_{direction}_{name}")
-    run_them(together, ctypes.c_int64(len(convs)))
+    cpu_extension.run(_LIBRARY, "conv", direction, dtype, convs, ctypes.c_int64(len(convs)))

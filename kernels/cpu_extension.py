@@ -140,6 +140,34 @@ def register(
     torch.library.register_autograd(f"brickwork::{name}_backward", refuse, lib=_library)
 
 
+def run(
+    name: str,
+    kind: str,
+    direction: str,
+    dtype: torch.dtype,
+    tasks: list[Any],
+    *arguments: Any,
+    returns: Any = None,
+) -> Any:
+    """Call `brickwork_<kind>_<direction>_<dtype>` of the library of `<name>.cpp` with the structs
+    `tasks`, beside each other in memory and with the scratch that the first of them needs.
+
+    `returns` is the C type of its result, None for none.
+    """
+    library = load(name)
+    scratch_size = getattr(library, f"brickwork_{kind}_scratch")
+    scratch_size.restype = ctypes.c_int64
+    size = scratch_size(ctypes.byref(tasks[0]))
+    scratch = torch.empty(tasks[0].threads, size, dtype=torch.uint8, device="cpu")
+    together = (type(tasks[0]) * len(tasks))(*tasks)
+    for task in together:
+        task.scratch = array(scratch)
+    suffix = {torch.float32: "float32", torch.float64: "float64"}[dtype]
+    function = getattr(library, f"brickwork_{kind}_{direction}_{suffix}")
+    function.restype = returns
+    return function(together, *arguments)
+
+
 def library_path(name: str, folder: Path) -> Path:
     """Where `folder` holds the library of `<name>.cpp` for this PyTorch, CPU and source."""
     digest = hashlib.sha256()

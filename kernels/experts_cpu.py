@@ -178,13 +178,6 @@ def _mixture(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights:
 
 
 def _run(direction: str, mixture: Any, dtype: torch.dtype) -> None:
-    library = cpu_extension.load(_LIBRARY)
-    library.brickwork_experts_scratch.restype = ctypes.c_int64
-    size = library.brickwork_experts_scratch(ctypes.byref(mixture))
-    scratch = torch.empty(mixture.threads, size, dtype=torch.uint8, device="cpu")
-    mixture.scratch = array(scratch)
-    name = {torch.float32: "float32", torch.float64: "float64"}[dtype]
-    run_it = getattr(library, f"brickwork_experts_{direction}_{name}")
-    run_it.restype = ctypes.c_bool
-    if not run_it(ctypes.byref(mixture)):
+    given = _LIBRARY, "experts", direction, dtype, [mixture]
+    if not cpu_extension.run(*given, returns=ctypes.c_bool):
         raise ValueError(f"indices must be in [0, {mixture.experts}), the experts")

@@ -73,13 +73,17 @@ class _Scan(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """What a chunk of a tile needs beside the buffers: (Q, R, E), and B, C (Q, R, N)."""
+    """What a chunk of a tile needs beside the buffers: (Q, R, E), and B, C (Q, R, N).
+
+    starts: for each token in which rows (R, 1, 1) a sequence starts there, None where in none.
+    """
 
     raw: Tensor
     step: Tensor
     x: Tensor
     B: Tensor
     C: Tensor
+    starts: list[Tensor | None]
     padding: Tensor | None
 
 
@@ -126,17 +130,17 @@ class _Tile:
         B, C = (
             t[self.rows, at, self.group].to(self.dtype).transpose(0, 1) for t in (scan.B, scan.C)
         )
+        starts = self.starts(at)
         if scan.mask is None:
-            return _Chunk(raw, step, x, B, C, None)
+            return _Chunk(raw, step, x, B, C, starts, None)
         padding = ~scan.mask[self.rows, at].mT[..., None]
         step, x, B, C = (t.masked_fill(padding, 0) for t in (step, x, B, C))
-        return _Chunk(raw, step, x, B, C, padding)
+        return _Chunk(raw, step, x, B, C, starts, padding)
 
     def run(self, chunk: _Chunk, at: slice, entering: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Decays, states and the states before them, each (Q, R, N, E), views of the buffers."""
         Q, reverse = at.stop - at.start, self.scan.reverse
         decay = torch.mul(chunk.step[:, :, None], self.rate, out=self.decay[:Q]).exp2_()
-        starts = self.starts(at)
         states = self.states[:Q] if reverse else self.states[1 : Q + 1]
         before = self.states[1 : Q + 1] if reverse else self.states[:Q]
         push = chunk.step * chunk.x
@@ -144,11 +148,10 @@ class _Tile:
         before[-1 if reverse else 0].copy_(entering)
         now, previous, decays = states.unbind(0), before.unbind(0), decay.unbind(0)
         for t in reversed(range(Q)) if reverse else range(Q):
-            _add_decayed(now[t], decays[t], previous[t], starts[t])
+            _add_decayed(now[t], decays[t], previous[t], chunk.starts[t])
         return decay, states, before
 
     def starts(self, at: slice) -> list[Tensor | None]:
-        """For each token in which rows (R, 1, 1) a sequence starts there, None where in none."""
         if self.scan.starts is None:
             return [None] * (at.stop - at.start)
         starts = self.scan.starts[self.rows, at].mT[..., None, None]
@@ -285,14 +288,13 @@ def _backward(
                 dC.masked_fill_(chunk.padding, 0)
             sums.C[rows, at, group] += dC.transpose(0, 1)
             dstates = torch.mul(chunk.C[..., None], dout[:, :, None], out=tile.grads[: len(decay)])
-            begins = tile.starts(at)
-            _accumulate(dstates, decay, carry, begins, reverse)
+            _accumulate(dstates, decay, carry, chunk.starts, reverse)
             dpush = torch.matmul(chunk.B[:, :, None], dstates).squeeze(2)
             push = chunk.step * chunk.x
             dB = torch.matmul(push[:, :, None], dstates.mT).squeeze(2)
             sums.B[rows, at, group] += dB.transpose(0, 1)
             drate = decay.mul_(dstates).mul_(before)
-            for t, start in enumerate(begins):
+            for t, start in enumerate(chunk.starts):
                 if start is not None:
                     drate[t].masked_fill_(start, 0)
             dstep = dpush * chunk.x

@@ -279,13 +279,4 @@ def add_rows(sums: Tensor, dA: Tensor, dD: Tensor, ddelta_bias: Tensor) -> None:
 
 def run(direction: str, scans: list[Any], dtype: torch.dtype) -> None:
     """Compute the scans, two of the same sizes as one."""
-    library = cpu_extension.load(_LIBRARY)
-    library.brickwork_scan_scratch.restype = ctypes.c_int64
-    size = library.brickwork_scan_scratch(ctypes.byref(scans[0]))
-    scratch = torch.empty(scans[0].threads, size, dtype=torch.uint8, device="cpu")
-    together = (_Scan * len(scans))(*scans)
-    for scan in together:
-        scan.scratch = array(scratch)
-    name = {torch.float32: "float32", torch.float64: "float64"}[dtype]
-    run_them = getattr(library, f"brickwork_scan_{direction}_{name}")
-    run_them(together, ctypes.c_int64(len(scans)))
+    cpu_extension.run(_LIBRARY, "scan", direction, dtype, scans, ctypes.c_int64(len(scans)))

@@ -142,12 +142,12 @@ def test_what_stands_there_is_not_replaced_unasked(tmp_path):
     path = tmp_path / NAMES[0]
     stop(path)
     assert sorted(os.listdir(tmp_path)) == NAMES[1:]
-    with pytest.raises(ValueError, match=r"left of an unfinished run: resume .*, or overwrite"):
+    with pytest.raises(ValueError, match=r"is unfinished: resume \(--resume\) or --overwrite it"):
         fill(path)
     with pytest.raises(ValueError, match=r"begun with of = \[1, 'é'\], not 2: a resumed run"):
         fill(path, resume=True, at=layout(of=2))
     assert fill(path, overwrite=True) == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match=r"exists: resume .* to keep it, or overwrite"):
+    with pytest.raises(ValueError, match=r"exists: resume \(--resume\) or --overwrite it"):
         fill(path)
     with pytest.raises(ValueError, match=r"begun with more = None, not 3"):
         fill(path, resume=True, at=layout(of=[1, "é"], more=3))

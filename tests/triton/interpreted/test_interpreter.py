@@ -79,6 +79,18 @@ def test_the_language_is_patched_once(monkeypatch):
     assert y == 8
 
 
+def test_remembered_types_are_the_interpreters():
+    """Of scalars, blocks and pointers; asked twice, since the second answer is remembered."""
+    wanted = {tl.float32: "float32", tl.bfloat16: "uint16", tl.int1: "bool", tl.int64: "int64"}
+    for dtype, name in wanted.items():
+        pointer = tl.pointer_type(dtype)
+        for _ in range(2):
+            assert triton_interpreter._get_np_dtype(dtype) == name
+            assert triton_interpreter._get_np_dtype(tl.block_type(dtype, [4])) == name
+            assert triton_interpreter._get_np_dtype(pointer) == "uint64"
+            assert triton_interpreter._get_np_dtype(tl.block_type(pointer, [4])) == "uint64"
+
+
 def test_float16_is_rounded_to_nearest_even():
     x = torch.randn(1, 4096)
     assert torch.equal(copied(x, torch.float16), x.half())

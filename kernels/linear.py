@@ -1,7 +1,8 @@
 """The product of tokens and a weight, `x Wᵀ + b`, by the faster of PyTorch's two libraries.
 
 On the CPU PyTorch multiplies float32 matrices by MKL. oneDNN, which it contains too, takes a tenth
-less time on processors of AMD from some dozens of rows on, but for the gradient of the weight.
+less time on processors of AMD from some dozens of rows on; for the gradient of the weight, whose
+terms are the tokens, only if it is wide and the tokens are few.
 """
 
 from __future__ import annotations
@@ -75,9 +76,17 @@ class _Linear(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])
         return (
             linear(grad, weight.mT) if of_x else None,
-            rows.mT @ x.reshape(-1, x.shape[-1]) if of_weight else None,
+            _sum_of_products(rows, x.reshape(-1, x.shape[-1])) if of_weight else None,
             rows.sum(0) if of_bias else None,
         )
+
+
+def _sum_of_products(grad: Tensor, x: Tensor) -> Tensor:
+    """`gradᵀ x` of grad (T, R) and x (T, C)."""
+    (tokens, rows), columns = grad.shape, x.shape[1]
+    if rows < columns and tokens <= 2 * columns:
+        return linear(grad.mT, x.mT)
+    return grad.mT @ x
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -70,6 +70,23 @@ def test_a_weight_with_gaps_does_not_go_to_onednn(monkeypatch, weight, taken):
     assert bool(called) == taken
 
 
+@pytest.mark.parametrize(("tokens", "products"), [(150, 3), (190, 3), (200, 2)])
+def test_gradient_of_a_wide_weight(monkeypatch, tokens, products):
+    """It is a product of oneDNN's too, where the tokens that it sums over are few."""
+    monkeypatch.setattr(module, "_faster", True)
+    monkeypatch.setattr(module, "TERMS", 1)
+    called = []
+    product = module._product
+    monkeypatch.setattr(module, "_product", lambda *a: (called.append(1), product(*a))[1])
+    x, weight = torch.randn(tokens, 96), torch.randn(70, 96)
+    linear(x.requires_grad_(), weight.requires_grad_()).sum().backward()
+    assert len(called) == products
+    for cut in (x.detach(), torch.randn(tokens, 200)[:, ::2][:, :96], torch.randn(96, tokens).mT):
+        assert_same_function(
+            nn.functional.linear, linear, [cut, weight.detach()], terms=tokens * 96
+        )
+
+
 def test_second_derivatives(library):
     x, weight = torch.randn(70, 8), torch.randn(6, 8)
 

@@ -10,7 +10,7 @@ in the order in which the sequences came. Gradients flow through both ways.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from brickwork.kernels.sequences import check_mask
 
 Side = Literal["right", "left"]
 PADDING = -1  # the sequence id of a token that is not real
+_ADDED = ("attention_mask", "seq_ids", "positions")  # what a Collator adds to the fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +39,27 @@ class SequenceBatch:
     seq_ids: Tensor
     positions: Tensor
     lengths: tuple[int, ...]
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> SequenceBatch:
+        """The same batch on another device.
+
+        >>> pad([torch.ones(2)]).to("meta").mask.device
+        device(type='meta')
+        """
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> SequenceBatch:
+        """In pinned memory, as a `DataLoader(pin_memory=True)` asks for."""
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> SequenceBatch:
+        return SequenceBatch(
+            change(self.values),
+            change(self.mask),
+            change(self.seq_ids),
+            change(self.positions),
+            self.lengths,
+        )
 
     def unpack(self, values: Tensor | None = None) -> list[Tensor]:
         """Per sequence its tokens' part (T, ...) of `values` (R, L, ...), the batch's own if None.
@@ -147,14 +169,17 @@ class Collator:
         packed: several sequences a row instead of one.
         row_length: length of the rows, see `pack`; without `packed` that of `pad`.
         side: of the padding, unless packed.
+        per_sequence: further fields, of which an example has one value: a class, a measurement.
 
-    Called with examples that have exactly these fields, each (T, ...) or a list of numbers, all
-    fields of an example equally long; returns a dict of the fields (R, L, ...), `attention_mask`,
-    `seq_ids` and `positions`. Raises ValueError for other fields or unequal lengths.
+    Called with N examples that have exactly these fields: those of `fill` each (T, ...) or a list
+    of numbers, in one example equally long; those of `per_sequence` of one shape. Returns a dict of
+    the former (R, L, ...), the latter (N, ...) in the order of `unpack`, and `attention_mask`,
+    `seq_ids` and `positions`. Raises ValueError for other fields, shapes or lengths.
 
-    >>> collate = Collator(fill={"input_ids": 1}, packed=True)
-    >>> collate([{"input_ids": [5, 6]}, {"input_ids": [7]}])["seq_ids"]
-    tensor([[0, 0, 1]])
+    >>> collate = Collator(fill={"input_ids": 1}, packed=True, per_sequence=["label"])
+    >>> batch = collate([{"input_ids": [5, 6], "label": 0}, {"input_ids": [7], "label": 1}])
+    >>> batch["seq_ids"], batch["label"]
+    (tensor([[0, 0, 1]]), tensor([0, 1]))
     """
 
     def __init__(
@@ -164,23 +189,38 @@ class Collator:
         packed: bool = False,
         row_length: int | None = None,
         side: Side = "right",
+        per_sequence: Iterable[str] = (),
     ) -> None:
         check_one_of("side", side, ("right", "left"))
         if not fill:
             raise ValueError("fill must name at least one field")
         self.fill = dict(fill)
+        self.per_sequence = _names("per_sequence", per_sequence, {*_names("fill", fill), *_ADDED})
         self.packed = packed
         self.row_length = row_length
         self.side: Side = side
 
     def __call__(self, examples: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
         rows = [{k: torch.as_tensor(v) for k, v in example.items()} for example in examples]
+        fields = {*self.fill, *self.per_sequence}
         for number, row in enumerate(rows):
-            if set(row) != set(self.fill):
+            if set(row) != fields:
                 raise ValueError(
-                    f"example {number} must have the fields {sorted(self.fill)}, got {sorted(row)}"
+                    f"example {number} must have the fields {sorted(fields)}, got {sorted(row)}"
                 )
-            sizes = {name: len(tensor) for name, tensor in row.items()}
+            for name in self.per_sequence:
+                if row[name].shape != rows[0][name].shape:
+                    raise ValueError(
+                        f"{name} must have one shape in all examples: {tuple(row[name].shape)} in "
+                        f"example {number}, {tuple(rows[0][name].shape)} in example 0"
+                    )
+            for name in self.fill:
+                if row[name].dim() < 1:
+                    raise ValueError(
+                        f"{name} must have a value for each token, got one in example {number}: "
+                        "name such fields in per_sequence"
+                    )
+            sizes = {name: len(row[name]) for name in self.fill}
             if len(set(sizes.values())) > 1:
                 raise ValueError(f"the fields of example {number} must be equally long: {sizes}")
         batches = {
@@ -189,6 +229,7 @@ class Collator:
         first = next(iter(batches.values()))
         return {
             **{name: batch.values for name, batch in batches.items()},
+            **{name: torch.stack([row[name] for row in rows]) for name in self.per_sequence},
             "attention_mask": first.mask,
             "seq_ids": first.seq_ids,
             "positions": first.positions,
@@ -198,6 +239,15 @@ class Collator:
         if self.packed:
             return pack(sequences, row_length=self.row_length, fill=fill)
         return pad(sequences, side=self.side, length=self.row_length, fill=fill)
+
+
+def _names(argument: str, fields: Iterable[str], taken: Iterable[str] = _ADDED) -> tuple[str, ...]:
+    if isinstance(fields, str):
+        raise ValueError(f"{argument} must be names of fields, got one string {fields!r}")
+    names = tuple(fields)
+    if both := sorted({*names}.intersection(taken)):
+        raise ValueError(f"{argument} must name no field that is there already, got {both}")
+    return names
 
 
 def _lay(

@@ -46,6 +46,7 @@ OPS = (
 )
 
 _preferred: str | None = None  # plain global: torch.compile guards it, a ContextVar it cannot trace
+_choices: list[tuple[str, str]] | None = None  # of the innermost `record_choices`
 _availability: dict[str, str | None] = {}
 
 
@@ -82,6 +83,30 @@ def preferred() -> str | None:
     return _preferred
 
 
+@contextlib.contextmanager
+def record_choices() -> Iterator[list[tuple[str, str]]]:
+    """Within the block, a list of (op, backend) for every call of an op, in their order.
+
+    A program of `torch.compile` chooses when it is compiled, not when it runs. An op that is made
+    of others stands in front of them.
+
+    >>> import torch
+    >>> from brickwork.kernels.rms_norm import rms_norm
+    >>> with record_choices() as choices:
+    ...     y = rms_norm(torch.ones(1, 2), torch.ones(2))
+    >>> choices
+    [('rms_norm', 'torch')]
+    """
+    global _choices
+    before = _choices
+    choices: list[tuple[str, str]] = []
+    _choices = choices
+    try:
+        yield choices
+    finally:
+        _choices = before
+
+
 def choose(op: str, backend: str, **reasons: Callable[[], str | None]) -> str:
     """The backend that runs `op`.
 
@@ -90,6 +115,20 @@ def choose(op: str, backend: str, **reasons: Callable[[], str | None]) -> str:
     fastest for some tensors it may be named too. `auto` does not take a `triton` that is
     interpreted.
     """
+    chosen = _chosen(op, backend, reasons)
+    _note(op, chosen)
+    return chosen
+
+
+def _note(op: str, chosen: str) -> None:
+    if _choices is not None:
+        _choices.append((op, chosen))
+
+
+_note._dynamo_marked_constant = True  # type: ignore[attr-defined]  # no guard on the list
+
+
+def _chosen(op: str, backend: str, reasons: dict[str, Callable[[], str | None]]) -> str:
     if backend == "torch":
         return backend
     if backend == "auto":

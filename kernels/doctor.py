@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,11 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Which implementation of each op runs on this machine, and why not another.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    as_json = parser.parse_args(arguments).json
     found = diagnose()
-    if parser.parse_args(arguments).json:
-        print(json.dumps(found, indent=2))
-    else:
-        print(_page(found))
+    try:
+        print(json.dumps(found, indent=2) if as_json else _page(found), flush=True)
+    except BrokenPipeError:  # the reader, `head` for one, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _versions() -> dict[str, str | None]:

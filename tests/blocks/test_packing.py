@@ -109,6 +109,68 @@ def test_collator(packed):
     assert torch.equal(next(iter(loader))["input_ids"], batch["input_ids"])
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_collator_of_labels_per_sequence(packed):
+    """They come in the order of `unpack`, whatever row a sequence was put into."""
+    fields = ["label", "map"]
+    collate = Collator(fill={"ids": 0}, packed=packed, row_length=4, per_sequence=fields)
+    lengths = (2, 3, 1, 4)
+    examples = [{"ids": [n] * n, "label": n, "map": [[n, 0.5]]} for n in lengths]
+    batch = collate(examples)
+    assert batch["label"].tolist() == list(lengths)
+    assert batch["map"].shape == (4, 1, 2)
+    laid = pack([torch.full((n,), n) for n in lengths], row_length=4) if packed else None
+    if laid is not None:
+        assert torch.equal(laid.values, batch["ids"])
+        assert [part.unique().item() for part in laid.unpack(batch["ids"])] == list(lengths)
+    with pytest.raises(
+        ValueError, match=r"map must have one shape in all examples: \(2,\) in .* 1"
+    ):
+        collate([examples[0], examples[1] | {"map": [0, 1]}])
+    with pytest.raises(ValueError, match=r"ids must have a value for each token.*per_sequence"):
+        collate([{"ids": 1, "label": 0, "map": 0}])
+    with pytest.raises(ValueError, match=r"must have the fields \['ids', 'label', 'map'\]"):
+        collate([{"ids": [1], "map": 0}])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"per_sequence": "label"}, "per_sequence must be names of fields, got one string 'label'"),
+        ({"per_sequence": ["ids"]}, r"per_sequence must name no field .* there already, .*'ids'"),
+        ({"per_sequence": ["positions"]}, "per_sequence must name no field that is there already"),
+        ({"fill": {"ids": 0, "seq_ids": 0}}, r"fill must name no field .* got \['seq_ids'\]"),
+    ],
+)
+def test_fields_of_a_collator_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        Collator(**({"fill": {"ids": 0}} | options))
+
+
+def test_a_batch_moves_as_a_whole():
+    batch = pack([torch.ones(2, 3), torch.ones(1, 3)])
+    moved = batch.to("meta")
+    tensors = (moved.values, moved.mask, moved.seq_ids, moved.positions)
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert moved.lengths == batch.lengths
+    back = batch.to("cpu", non_blocking=True)
+    assert torch.equal(back.values, batch.values)
+    assert torch.equal(back.seq_ids, batch.seq_ids)
+    assert torch.equal(back.positions, batch.positions)
+    assert torch.equal(back.mask, batch.mask)
+
+
+def test_pinned_by_a_loader(monkeypatch):
+    """`DataLoader` pins what has a `pin_memory`; without a GPU only the call can be seen."""
+    pinned = []
+    monkeypatch.setattr(
+        torch.Tensor, "pin_memory", lambda tensor: (pinned.append(tensor), tensor)[1]
+    )
+    batch = pack([torch.ones(2)]).pin_memory()
+    assert len(pinned) == 4
+    assert batch.unpack()[0].tolist() == [1, 1]
+
+
 def test_errors():
     with pytest.raises(ValueError, match="sequence 0 must be a tensor, got list"):
         pad([[1, 2], [3]])

@@ -17,6 +17,7 @@ from brickwork.kernels.backend import (
     choose,
     compute_dtype,
     prefer,
+    record_choices,
     unavailable,
 )
 from brickwork.kernels.doctor import diagnose
@@ -90,6 +91,41 @@ def test_choice_is_traced_and_guarded():
     assert compiled(x) == 1
 
 
+def test_choices_are_recorded_in_the_block_alone():
+    choose("before", "torch")
+    with record_choices() as outer:
+        choose("one", "auto", triton=yes)
+        with record_choices() as inner:
+            choose("two", "torch")
+        with pytest.raises(BackendUnavailable):
+            choose("three", "cpu", cpu=no)
+        choose("four", "auto", triton=no)
+    choose("after", "torch")
+    assert outer == [("one", "triton"), ("four", "torch")]
+    assert inner == [("two", "torch")]
+
+
+def test_a_compiled_program_chooses_when_it_is_compiled():
+    """And is not compiled anew because somebody listens."""
+    compiled = []
+
+    def compile_it(graph, _):
+        compiled.append(graph)
+        return graph
+
+    function = torch.compile(
+        lambda x: x + (choose("op", "auto", triton=yes) == "triton"),
+        fullgraph=True,
+        backend=compile_it,
+    )
+    with record_choices() as choices:
+        for _ in range(3):
+            assert function(torch.zeros(1)) == 1
+    assert choices == [("op", "triton")]
+    function(torch.zeros(1))
+    assert len(compiled) == 1
+
+
 def test_unavailable_packages_keep_their_error(monkeypatch):
     monkeypatch.setattr(backends, "_availability", {})
     calls = []
@@ -158,6 +194,14 @@ def test_the_doctor_speaks_to_people():
     for word in (*OPS, *BACKENDS, f"torch {torch.__version__}", "C++ compiler", "CUDA"):
         assert word in page
     assert max(map(len, page.splitlines())) < 200
+
+
+def test_the_doctor_may_be_cut_short():
+    command = f"{sys.executable} -m brickwork.kernels.backend --json"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"{command} | true"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_doctor_works_without_optional_packages():

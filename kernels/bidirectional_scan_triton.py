@@ -80,7 +80,7 @@ def _forward(
     D_2: Tensor | None, delta_bias_2: Tensor | None, z: Tensor | None, flags: Tensor | None,
     softplus: bool, keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """y and, if `keep`, the states (2 B, chunks, N, E) in front of the chunks, each way."""
+    """y and, if `keep`, the states (2 B, chunks · N, E) in front of the chunks, each way."""
     y, states = _empty_results(x, A, keep)
     if y.numel() == 0:
         return y, states
@@ -123,7 +123,7 @@ def _empty_results(x: Tensor, A: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
     (rows, tokens, channels), state = x.shape, A.shape[1]
     chunks = cdiv(tokens, launch.chunk_of(state)) if keep else 0
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return y, y.new_empty((2 * rows, chunks, state, channels), dtype=torch.float32)
+    return y, y.new_empty((2 * rows, chunks * state, channels), dtype=torch.float32)
 
 
 def _empty_gradients(

@@ -212,7 +212,7 @@ def _forward(
         carry = tile.state(initial_state)
         for number, at in tile.chunks(reverse):
             if training:
-                kept[number, tile.rows, :, tile.channels] = carry
+                kept[tile.rows, _states(number, A), tile.channels] = carry
             chunk = tile.inputs(at)
             _, states, _ = tile.run(chunk, at, carry)
             carry.copy_(states[0 if reverse else -1])
@@ -227,13 +227,19 @@ def _forward(
 
 
 def _outputs(scan: _Scan, training: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """With room for the states in front of the chunks, (B, chunks · N, E): an axis of chunks alone
+    would make torch.compile tell programs with one chunk from others."""
     x, N, dtype = scan.x, scan.A.shape[1], scan.dtype()
     chunks = (x.shape[1] + TOKENS - 1) // TOKENS if training else 0
     return (
         x.new_empty(x.shape),
         x.new_empty(x.shape[0], x.shape[2], N, dtype=dtype),
-        x.new_empty(chunks, x.shape[0], N, x.shape[2], dtype=dtype),
+        x.new_empty(x.shape[0], chunks * N, x.shape[2], dtype=dtype),
     )
+
+
+def _states(chunk: int, A: Tensor) -> slice:
+    return slice(chunk * A.shape[1], (chunk + 1) * A.shape[1])
 
 
 @_forward.register_fake
@@ -269,7 +275,7 @@ def _backward(
         carry, dA = tile.state(dfinal), tile.state(None)
         for number, at in tile.chunks(not reverse):
             chunk = tile.inputs(at)
-            decay, states, before = tile.run(chunk, at, kept[number, rows, :, channels])
+            decay, states, before = tile.run(chunk, at, kept[rows, _states(number, A), channels])
             dout = tile.take(dy, at)
             if chunk.padding is not None:
                 dout = dout.masked_fill(chunk.padding, 0)
@@ -375,7 +381,7 @@ def _differentiate(
         return (None,) * (9 + 5)
     dy = torch.zeros_like(x) if dy is None else dy
     if dfinal is None:
-        dfinal = kept.new_zeros(len(x), *A.shape)
+        dfinal = kept.new_zeros(x.shape[0], *A.shape)
     with autocast_off(dy):
         found = iter(_backward(dy, dfinal, kept, *tensors, ctx.softplus, ctx.reverse))
     return tuple(None if t is None else next(found) for t in tensors[:9]) + (None,) * 5

@@ -76,7 +76,7 @@ def _forward(
     reverse: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, the final state and, if `keep`, the states (B, chunks, N, E) where a chunk starts."""
+    """y, the final state and, if `keep`, the states (B, chunks · N, E) where a chunk starts."""
     y, final_state, states = _empty_results(x, A, keep)
     if y.numel() == 0:
         if initial_state is None:
@@ -135,10 +135,13 @@ def _empty_results(x: Tensor, A: Tensor, keep: bool) -> tuple[Tensor, Tensor, Te
 
 
 def empty_states(x: Tensor, A: Tensor, keep: bool) -> Tensor:
-    """Room for the states where a chunk starts, (B, chunks, N, E), or for none."""
+    """Room for the states where a chunk starts, (B, chunks · N, E), or for none.
+
+    With an axis of chunks alone torch.compile would tell programs with one chunk from others.
+    """
     (rows, tokens, channels), state = x.shape, A.shape[1]
     chunks = -(-tokens // _chunk(state)) if keep else 0
-    return torch.empty(rows, chunks, state, channels, dtype=x.dtype, device=x.device)
+    return torch.empty(rows, chunks * state, channels, dtype=x.dtype, device=x.device)
 
 
 def _empty_gradients(
@@ -248,7 +251,11 @@ def scan_of(
 def set_results(scan: Any, y: Tensor, final_state: Tensor, states: Tensor) -> None:
     """Where forward writes; states of no chunk are not kept."""
     scan.y, scan.final_state = array(y), array(final_state)
-    scan.states = array(states) if states.shape[1] else Array()
+    scan.states = _by_chunks(states, scan)
+
+
+def _by_chunks(states: Tensor, scan: Any) -> Array:
+    return array(states.unflatten(1, (-1, scan.state))) if states.shape[1] else Array()
 
 
 def set_gradients(
@@ -262,7 +269,8 @@ def set_gradients(
     tasks = scan.batch * scan.groups * -(-(scan.channels // scan.groups) // scan.tile)
     sums = torch.zeros(scan.batch, scan.state + 2, scan.channels, **like)
     shares = torch.empty(2, tasks, -(-scan.state // _BLOCK), scan.chunk * _BLOCK, **like)
-    scan.states, scan.dy, scan.dstate, scan.sums = map(array, (states, dy, dstate, sums))
+    scan.states = _by_chunks(states, scan)
+    scan.dy, scan.dstate, scan.sums = map(array, (dy, dstate, sums))
     scan.dx, scan.ddelta, scan.dB, scan.dC = map(array, grads)
     scan.shares = array(shares)
     return sums, shares

@@ -68,7 +68,7 @@ def _forward(
     delta_bias: Tensor | None, initial_state: Tensor | None, flags: Tensor | None, softplus: bool,
     reverse: bool, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """y, the final state and, if `keep`, the states (B, chunks, N, E) in front of the chunks."""
+    """y, the final state and, if `keep`, the states (B, chunks · N, E) in front of the chunks."""
     y, final_state, states = _empty_results(x, A, keep)
     if y.numel() == 0:
         if initial_state is None:
@@ -114,7 +114,7 @@ def _empty_results(x: Tensor, A: Tensor, keep: bool) -> tuple[Tensor, Tensor, Te
     return (
         torch.empty(x.shape, dtype=x.dtype, device=x.device),
         torch.empty(rows, channels, state, **wide),
-        torch.empty(rows, chunks, state, channels, **wide),
+        torch.empty(rows, chunks * state, channels, **wide),
     )
 
 

@@ -89,7 +89,7 @@ class Scans:
         return torch.empty(shape, dtype=torch.float32, device=self.device)
 
     def forward(self, initial_state: Tensor | None, y: Tensor, states: Tensor | None) -> Tensor:
-        """Fill y (R, T, E) and the states (R, chunks, N, E) in front of the chunks, where asked
+        """Fill y (R, T, E) and the states (R, chunks · N, E) in front of the chunks, where asked
         for; the states (R, N, E) behind all tokens."""
         block = block_of_forward(self.width, self.rows * self.groups, self.x)
         cut = self._cut(block)

@@ -123,6 +123,10 @@ class _Rows:
     def take(self, tensor: Tensor, at: slice) -> Tensor:
         return tensor[self.rows, at].to(self.dtype)
 
+    def states(self, chunk: int) -> slice:
+        """Of this chunk among those that are kept."""
+        return slice(chunk * self.N, (chunk + 1) * self.N)
+
     def state(self, tensor: Tensor | None) -> Tensor:
         """A copy of these rows of a (B, H, P, N) state, or zeros; (R, G, N, K, P)."""
         R, K = self.rows.stop - self.rows.start, self.heads // self.groups
@@ -270,7 +274,7 @@ def _forward(
         state = part.state(initial_state)
         for number, at in part.chunks(reverse):
             if training:
-                kept[number, part.rows] = state
+                kept[part.rows, :, part.states(number)] = state
             chunk = part.inputs(at)
             out = part.ungated(chunk, state)
             if z is not None:
@@ -284,13 +288,15 @@ def _forward(
 
 
 def _outputs(scan: _Scan, training: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """With room for the states in front of the chunks, (B, G, chunks · N, K, P): an axis of chunks
+    alone would make torch.compile tell programs with one chunk from others."""
     x, dtype, (groups, N) = scan.x, scan.dtype(), scan.B.shape[2:]
     batch, T, heads, P = x.shape
     chunks = (T + scan.chunk_size - 1) // scan.chunk_size if training else 0
     return (
         x.new_empty(x.shape),
         x.new_empty(batch, heads, P, N, dtype=dtype),
-        x.new_empty(chunks, batch, groups, N, heads // groups, P, dtype=dtype),
+        x.new_empty(batch, groups, chunks * N, heads // groups, P, dtype=dtype),
     )
 
 
@@ -329,7 +335,7 @@ def _backward(
         carry = part.state(dfinal)
         for number, at in part.chunks(not reverse):
             chunk = part.inputs(at)
-            state = kept[number, rows]
+            state = kept[rows, :, part.states(number)]
             dout = part.take(dy, at)
             if chunk.padding is not None:
                 dout = dout.masked_fill(chunk.padding[..., None], 0)
@@ -429,7 +435,7 @@ def _differentiate(
         return (None,) * (9 + 6)
     dy = torch.zeros_like(x) if dy is None else dy
     if dfinal is None:
-        dfinal = kept.new_zeros(len(x), *x.shape[2:], N)
+        dfinal = kept.new_zeros(x.shape[0], *x.shape[2:], N)
     with autocast_off(dy):
         found = iter(_backward(dy, dfinal, kept, *tensors, *ctx.options))
     return tuple(None if t is None else next(found) for t in tensors[:9]) + (None,) * 6

@@ -83,6 +83,9 @@ def measure(configuration: Configuration, chip: str) -> Resources:
     """Compile and look at the result."""
     target = CHIPS[chip]
     kernel = configuration.kernel
+    constants = dict(configuration.constants)
+    if "LANES" in constants:
+        constants["LANES"] = min(target.warp_size, constants["BLOCK"])
     known = {*configuration.signature, *configuration.constants}
     assert set(kernel.arg_names) == known, f"{configuration.name}: {set(kernel.arg_names) ^ known}"
     signature = {
@@ -92,9 +95,7 @@ def measure(configuration: Configuration, chip: str) -> Resources:
     aligned = {
         (kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in configuration.aligned
     }
-    source = ASTSource(
-        fn=kernel, signature=signature, constexprs=configuration.constants, attrs=aligned
-    )
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": warps(configuration, chip), "num_stages": configuration.num_stages}
     if configuration.registers and target.backend == "cuda":
         options["maxnreg"] = configuration.registers

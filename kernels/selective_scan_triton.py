@@ -212,6 +212,8 @@ def configurations() -> Iterator[Configuration]:
                 "N": 16,
                 "Q": launch.Q_FORWARD if kernel is forward_kernel else launch.Q_BACKWARD,
                 "BLOCK": block,
+                "TOGETHER": launch.together(),
+                "LANES": 32,
             }
             yield _configuration(kernel, name, constants, types)._replace(
                 num_stages=1,
@@ -221,7 +223,7 @@ def configurations() -> Iterator[Configuration]:
             )
     for state in (16, 128):
         columns, rows = launch.shape_of_preparation(state)
-        constants = {"N": state, "COLUMNS": columns, "ROWS": rows}
+        constants = {"N": state, "COLUMNS": columns, "ROWS": rows, "TOGETHER": launch.together()}
         types = {"B": torch.bfloat16, "C": torch.bfloat16}
         prepare = _configuration(prepare_kernel, f"B and C, N = {state}", constants, types)
         yield prepare._replace(num_warps=4)

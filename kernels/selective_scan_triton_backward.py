@@ -23,17 +23,18 @@ from brickwork.kernels.selective_scan_triton_forward import (
     products_of,
     rows_of,
     steps_of,
+    store_rows,
     tokens_of,
 )
 
 
 @triton.jit
-def _slopes(DY, Z, dy_token, z_token, e, inside, t, reals, turn):
+def _slopes(DY, Z, dy_token, z_token, e, inside, t, there, FLAGS, reals):
     """The gradient of (C · h + D x) at each token."""
-    slopes = rows_of(DY, dy_token, e, inside, t, reals, turn)
+    slopes = rows_of(DY, dy_token, e, inside, t, there, FLAGS, reals)
     if Z is not None:
         gated = ()
-        zs = rows_of(Z, z_token, e, inside, t, reals, turn)
+        zs = rows_of(Z, z_token, e, inside, t, there, FLAGS, reals)
         for j in tl.static_range(len(slopes)):
             gated = gated + (slopes[j] * zs[j] * tl.sigmoid(zs[j]),)
         slopes = gated
@@ -45,7 +46,7 @@ def backward_summary_kernel(
     DY, DELTA, DELTA_2, A, BC, Z, BIAS, BIAS_2, FLAGS, CARRY, DECAY, dy_batch, dy_token,
     delta_batch, delta_token, z_batch, z_token, batch, tokens, padded, channels, width, groups,
     states, segments, segment, reverse, SOFTPLUS: tl.constexpr, N: tl.constexpr, Q: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, TOGETHER: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """For all segments but the first: what each adds to the gradient of the state in front of it
     (CARRY, which holds zeros), and how much of that of the state behind it arrives (DECAY)."""
@@ -68,11 +69,10 @@ def backward_summary_kernel(
     blocks = tl.cdiv(end - begin, Q)
     for i in range(blocks):
         first = begin + (blocks - 1 - i) * Q
-        t, reals, starts = tokens_of(FLAGS, first, end, origin, turn, Q)
-        steps = steps_of(
-            rows_of(DELTA, delta_token, e, inside, t, reals, turn), bias, reals, SOFTPLUS
-        )
-        slopes = _slopes(DY, Z, dy_token, z_token, e, inside, t, reals, turn)
+        t, there, reals, starts = tokens_of(FLAGS, first, end, origin, turn, Q)
+        deltas = rows_of(DELTA, delta_token, e, inside, t, there, FLAGS, reals)
+        steps = steps_of(deltas, bias, reals, SOFTPLUS)
+        slopes = _slopes(DY, Z, dy_token, z_token, e, inside, t, there, FLAGS, reals)
         for j in tl.static_range(Q):
             total += steps[j]
         cut |= starts
@@ -80,7 +80,7 @@ def backward_summary_kernel(
             at = n * channels + e
             g = tl.load(CARRY + at, mask=inside, other=0.0)
             rate = tl.load(A + at, mask=inside, other=0.0).to(tl.float32) * LOG2_E
-            cs = numbers_of(BC, first, n, 1, N, Q)
+            cs = numbers_of(BC, first, n, 1, N, Q, BLOCK, TOGETHER, LANES)
             for j in tl.static_range(Q - 1, -1, -1):
                 g = tl.exp2(steps[j] * rate) * (g + cs[j] * slopes[j])
                 if FLAGS is not None:
@@ -97,7 +97,7 @@ def backward_kernel(
     DDELTA, DA, SHARES, DZ, SUMS, dy_batch, dy_token, x_batch, x_token, delta_batch, delta_token,
     z_batch, z_token, rows, batch, tokens, padded, channels, width, groups, states, segments,
     segment, chunk, nought, reverse, SOFTPLUS: tl.constexpr, N: tl.constexpr, Q: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, TOGETHER: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Every gradient of each segment, from the gradient of the state behind it (CARRY, which
     becomes that of the state in front of it) and the states in front of its chunks.
@@ -141,16 +141,15 @@ def backward_kernel(
         for k in range(blocks - 1):
             tl.debug_barrier()
             first = front + k * Q
-            t, reals, starts = tokens_of(FLAGS, first, end, origin, turn, Q)
-            steps = steps_of(
-                rows_of(DELTA, delta_token, e, inside, t, reals, turn), bias, reals, SOFTPLUS
-            )
-            pushes = products_of(steps, rows_of(X, x_token, e, inside, t, reals, turn))
+            t, there, reals, starts = tokens_of(FLAGS, first, end, origin, turn, Q)
+            deltas = rows_of(DELTA, delta_token, e, inside, t, there, FLAGS, reals)
+            steps = steps_of(deltas, bias, reals, SOFTPLUS)
+            pushes = products_of(steps, rows_of(X, x_token, e, inside, t, there, FLAGS, reals))
             for n in range(states):
                 at = n * channels + e
                 h = tl.load(SCRATCH + k * states * channels + at, mask=inside, other=0.0)
                 rate = tl.load(A + at, mask=inside, other=0.0).to(tl.float32) * LOG2_E
-                bs = numbers_of(BC, first, n, 0, N, Q)
+                bs = numbers_of(BC, first, n, 0, N, Q, BLOCK, TOGETHER, LANES)
                 for j in tl.static_range(Q):
                     if FLAGS is not None:
                         h = tl.where((starts >> j) & 1 != 0, 0.0, h)
@@ -160,12 +159,11 @@ def backward_kernel(
             tl.debug_barrier()
             k = blocks - 1 - back_k
             first = front + k * Q
-            t, reals, starts = tokens_of(FLAGS, first, end, origin, turn, Q)
-            steps = steps_of(
-                rows_of(DELTA, delta_token, e, inside, t, reals, turn), bias, reals, SOFTPLUS
-            )
-            pushes = products_of(steps, rows_of(X, x_token, e, inside, t, reals, turn))
-            slopes = _slopes(DY, Z, dy_token, z_token, e, inside, t, reals, turn)
+            t, there, reals, starts = tokens_of(FLAGS, first, end, origin, turn, Q)
+            deltas = rows_of(DELTA, delta_token, e, inside, t, there, FLAGS, reals)
+            steps = steps_of(deltas, bias, reals, SOFTPLUS)
+            pushes = products_of(steps, rows_of(X, x_token, e, inside, t, there, FLAGS, reals))
+            slopes = _slopes(DY, Z, dy_token, z_token, e, inside, t, there, FLAGS, reals)
             share = SHARES + tl.cast(first, tl.int64) * (2 * N)
             dpushes, dsteps, outs = (), (), ()
             for _ in tl.static_range(Q):
@@ -177,8 +175,8 @@ def backward_kernel(
                 at = n * channels + e
                 h = tl.load(SCRATCH + k * states * channels + at, mask=inside, other=0.0)
                 rate = tl.load(A + at, mask=inside, other=0.0).to(tl.float32)
-                bs = numbers_of(BC, first, n, 0, N, Q)
-                cs = numbers_of(BC, first, n, 1, N, Q)
+                bs = numbers_of(BC, first, n, 0, N, Q, BLOCK, TOGETHER, LANES)
+                cs = numbers_of(BC, first, n, 1, N, Q, BLOCK, TOGETHER, LANES)
                 decays, before, sums = (), (), ()
                 for j in tl.static_range(Q):
                     if FLAGS is not None:
@@ -206,13 +204,13 @@ def backward_kernel(
                 dpushes, dsteps = on_push, on_step
                 tl.store(CARRY + at, g, mask=inside)
                 tl.store(DA + at, drate, mask=inside)
-            t, reals, starts = tokens_of(FLAGS, first + nought, end, origin, turn, Q)
-            xs = rows_of(X, x_token, e, inside, t, reals, turn)
-            raw = rows_of(DELTA, delta_token, e, inside, t, reals, turn)
+            t, there, reals, starts = tokens_of(FLAGS, first + nought, end, origin, turn, Q)
+            xs = rows_of(X, x_token, e, inside, t, there, FLAGS, reals)
+            raw = rows_of(DELTA, delta_token, e, inside, t, there, FLAGS, reals)
             if Z is not None:
-                zs = rows_of(Z, z_token, e, inside, t, reals, turn)
-                dys = rows_of(DY, dy_token, e, inside, t, reals, turn)
-            out = (row * tokens + t) * channels + e
+                zs = rows_of(Z, z_token, e, inside, t, there, FLAGS, reals)
+                dys = rows_of(DY, dy_token, e, inside, t, there, FLAGS, reals)
+            dxs, ddeltas, dzs = (), (), ()
             for j in tl.static_range(Q):
                 dx = steps[j] * dpushes[j] + skip * slopes[j]
                 ddelta = xs[j] * dpushes[j] + dsteps[j]
@@ -223,16 +221,17 @@ def backward_kernel(
                     ddelta = tl.where(reals[j], ddelta, 0.0)
                 dskip += xs[j] * slopes[j]
                 dbias += tl.where(reals[j], ddelta, 0.0)
-                there = inside & (first + j < end)
-                tl.store(DX + out, dx.to(DX.dtype.element_ty), mask=there)
-                tl.store(DDELTA + out, ddelta.to(DDELTA.dtype.element_ty), mask=there)
+                dxs, ddeltas = dxs + (dx,), ddeltas + (ddelta,)
                 if Z is not None:
                     gate = tl.sigmoid(zs[j])
                     dz = dys[j] * (outs[j] + skip * xs[j]) * gate * (1 + zs[j] * (1 - gate))
                     if FLAGS is not None:
                         dz = tl.where(reals[j], dz, 0.0)
-                    tl.store(DZ + out, dz.to(DZ.dtype.element_ty), mask=there)
-                out += channels * turn
+                    dzs = dzs + (dz,)
+            store_rows(DX, dxs, row, tokens, channels, e, inside, t, there)
+            store_rows(DDELTA, ddeltas, row, tokens, channels, e, inside, t, there)
+            if Z is not None:
+                store_rows(DZ, dzs, row, tokens, channels, e, inside, t, there)
         tl.debug_barrier()  # the next chunk writes SCRATCH
     SUMS += (row * segments + part) * 2 * channels + e
     tl.store(SUMS, dskip, mask=inside)

@@ -11,12 +11,14 @@ loads what belongs to the channels, and then, for one n after the other, carries
 its channels through the Q tokens in registers. Between groups of Q tokens the states wait in CARRY.
 So registers depend on Q and BLOCK alone, never on N, and the loads of Q tokens are in flight at
 once. s is a place in scan order, t the token there. FLAGS holds 1 for a real token and 2 more where
-a sequence starts. B and C come prepared, as BC, so that their Q numbers lie at fixed distances.
+a sequence starts. B and C come prepared, as BC, so that their numbers at some tokens lie together.
 
 `nought` is 0, which the compiler does not know, lest it keep the addresses of the first loads for
 the last ones, through the loop over n, in twice Q registers for each tensor.
 
-A tuple is Q values, one a token. Each kernel is one warp wide: sums over channels need no shared
+A tuple is Q values, one a token. What lies in memory by channels is loaded and stored as a tile,
+(Q, BLOCK), so that a thread has 128 bits side by side, and taken apart into a tuple, and put
+together from it, once for all n. Each kernel is one warp wide: sums over channels need no shared
 memory.
 """
 
@@ -51,8 +53,10 @@ def chosen(second, P, P_2):
 def prepare_kernel(
     B, B_2, C, C_2, FLAGS, BC, b_batch, b_token, b_group, c_batch, c_token, c_group, batch, tokens,
     padded, groups, reverse, N: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """B and C in scan order, (rows, groups, padded, 2, N) in float32, 0 where no real token is."""
+    """B and C in scan order, (rows, groups, padded / TOGETHER, 2, N, TOGETHER) in float32, 0 where
+    no real token is."""
     blocks = tl.cdiv(padded, ROWS)
     s = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
     both = (tl.program_id(0) // blocks).to(tl.int64)
@@ -69,10 +73,19 @@ def prepare_kernel(
     c_at = given * c_batch + group * c_group + t[:, None] * c_token + n
     b = tl.load(chosen(second, B, B_2) + b_at, mask=mask, other=0.0)
     c = tl.load(chosen(second, C, C_2) + c_at, mask=mask, other=0.0)
-    out = BC + (both * padded + s[:, None]) * (2 * N) + n
-    mask = (s < padded)[:, None] & (n < N)
-    tl.store(out, b.to(tl.float32), mask=mask)
-    tl.store(out + N, c.to(tl.float32), mask=mask)
+    first = (tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS // TOGETHER)[:, None] * TOGETHER
+    i = tl.arange(0, COLUMNS * TOGETHER)[None, :]
+    out = BC + (both * padded + first) * (2 * N) + i
+    mask = (first < padded) & (i < N * TOGETHER)
+    tl.store(out, _turned(b.to(tl.float32), ROWS, COLUMNS, TOGETHER), mask=mask)
+    tl.store(out + N * TOGETHER, _turned(c.to(tl.float32), ROWS, COLUMNS, TOGETHER), mask=mask)
+
+
+@triton.jit
+def _turned(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr):
+    """(ROWS, COLUMNS) as (ROWS / TOGETHER, COLUMNS · TOGETHER)."""
+    turned = tl.permute(tl.reshape(tile, (ROWS // TOGETHER, TOGETHER, COLUMNS)), (0, 2, 1))
+    return tl.reshape(turned, (ROWS // TOGETHER, COLUMNS * TOGETHER))
 
 
 @triton.jit
@@ -111,31 +124,84 @@ def _softplus(v):
 
 @triton.jit
 def tokens_of(FLAGS, first, end, origin, turn, Q: tl.constexpr):
-    """Q tokens from place `first` on: the first of them, and for each whether it is real, and
-    a bit whether a sequence starts at it. The others lie `turn` (1 or -1) apart."""
-    t = tl.cast(origin + first * turn, tl.int64)
+    """Q tokens from place `first` on: which, and whether each is there, as tensors; whether each is
+    real, as a tuple; and a bit for each whether a sequence starts at it."""
+    j = tl.arange(0, Q)
+    t = tl.cast(origin + first * turn, tl.int64) + j * turn
+    there = first + j < end
     reals, starts = (), 0
-    for j in tl.static_range(Q):
-        real = first + j < end
+    if FLAGS is not None:
+        flags = tl.load(FLAGS + t, mask=there, other=0).to(tl.int32)
+        bits = tl.sum((flags & 1) << j | (flags >> 1) << (Q + j))
+        starts = bits >> Q
+    for k in tl.static_range(Q):
         if FLAGS is not None:
-            flags = tl.load(FLAGS + t + j * turn, mask=real, other=0).to(tl.int32)
-            real = (flags & 1) != 0
-            starts += (flags >> 1) << j
-        reals = reals + (real,)
-    return t, reals, starts
+            reals = reals + ((bits >> k) & 1 != 0,)
+        else:
+            reals = reals + (first + k < end,)
+    return t, there, reals, starts
+
+
+@triton.constexpr_function
+def _halvings(count):
+    """How often `count`, a power of two, is halved to be 1."""
+    return count.bit_length() - 1
 
 
 @triton.jit
-def rows_of(X, token_stride, e, inside, t, reals, turn):
-    """X at each token, 0 where it is not real."""
-    stride = tl.cast(token_stride, tl.int64)
-    at = X + t * stride + e
+def columns_of(tile, K: tl.constexpr, Q: tl.constexpr):
+    """The columns of a tile (K, Q), Q a power of two."""
+    parts = (tile,)
+    for i in tl.static_range(_halvings(Q)):
+        evens, odds = (), ()
+        for k in tl.static_range(len(parts)):
+            even, odd = tl.split(tl.reshape(parts[k], (K, Q >> i + 1, 2)))
+            evens, odds = evens + (even,), odds + (odd,)
+        parts = evens + odds
+    columns = ()
+    for k in tl.static_range(len(parts)):
+        columns = columns + (tl.reshape(parts[k], (K,)),)
+    return columns
+
+
+@triton.jit
+def _tile_of(rows, BLOCK: tl.constexpr):
+    """The tile (Q, BLOCK) of Q rows, Q a power of two."""
+    parts = ()
+    for k in tl.static_range(len(rows)):
+        parts = parts + (tl.reshape(rows[k], (BLOCK, 1)),)
+    for i in tl.static_range(_halvings(len(rows))):
+        wider = ()
+        for k in tl.static_range(len(parts) // 2):
+            pairs = tl.join(parts[k], parts[k + len(parts) // 2])
+            wider = wider + (tl.reshape(pairs, (BLOCK, 2 << i)),)
+        parts = wider
+    return tl.permute(parts[0], (1, 0))
+
+
+@triton.jit
+def rows_of(X, token_stride, e, inside, t, there, FLAGS, reals):
+    """X at each token, 0 where it is not real. No address waits for a flag."""
+    at = X + t[:, None] * token_stride + e[None, :]
+    tile = tl.load(at, mask=inside[None, :] & there[:, None], other=0.0)
+    columns = columns_of(tl.permute(tile, (1, 0)), e.shape[0], t.shape[0])
     rows = ()
     for j in tl.static_range(len(reals)):
-        row = tl.load(at, mask=inside & reals[j], other=0.0)
-        rows = rows + (row.to(tl.float32),)
-        at += stride * turn
+        row = columns[j].to(tl.float32)
+        if FLAGS is not None:
+            row = tl.where(reals[j], row, 0.0)
+        rows = rows + (row,)
     return rows
+
+
+@triton.jit
+def store_rows(Y, rows, row, tokens, channels, e, inside, t, there):
+    """Y (rows, T, E) at each token that there is."""
+    narrow = ()
+    for j in tl.static_range(len(rows)):
+        narrow = narrow + (rows[j].to(Y.dtype.element_ty),)
+    at = Y + (row * tokens + t)[:, None] * channels + e[None, :]
+    tl.store(at, _tile_of(narrow, e.shape[0]), mask=inside[None, :] & there[:, None])
 
 
 @triton.jit
@@ -168,12 +234,22 @@ def per_channel(P, e, inside):
 
 
 @triton.jit
-def numbers_of(BC, first, n, WHICH: tl.constexpr, N: tl.constexpr, Q: tl.constexpr):
-    """The n-th number of B (WHICH = 0) or C (1) at Q tokens from place `first` on."""
-    at = BC + tl.cast(first, tl.int64) * (2 * N) + n
+def numbers_of(
+    BC, first, n, WHICH: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, BLOCK: tl.constexpr,
+    TOGETHER: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """The n-th number of B (WHICH = 0) or C (1) at Q tokens from place `first` on, (BLOCK) each.
+
+    Each of the LANES threads of a warp loads TOGETHER of them at once, all threads the same.
+    """
+    same = tl.zeros((LANES, 1), tl.int32) + tl.arange(0, TOGETHER)[None, :]
+    at = BC + tl.cast(first // TOGETHER, tl.int64) * (2 * N * TOGETHER) + n * TOGETHER + same
     numbers = ()
-    for j in tl.static_range(Q):
-        numbers = numbers + (tl.load(at + (2 * j + WHICH) * N),)
+    for j in tl.static_range(Q // TOGETHER):
+        columns = columns_of(tl.load(at + (2 * j + WHICH) * (N * TOGETHER)), LANES, TOGETHER)
+        for k in tl.static_range(TOGETHER):
+            spread = tl.broadcast_to(columns[k][:, None], (LANES, BLOCK // LANES))
+            numbers = numbers + (tl.reshape(spread, (BLOCK,)),)
     return numbers
 
 
@@ -192,6 +268,7 @@ def forward_kernel(
     x_batch, x_token, delta_batch, delta_token, z_batch, z_token, batch, tokens, padded, channels,
     width, groups, states, segments, segment, chunk, nought, reverse, SUMMARY: tl.constexpr,
     SOFTPLUS: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, BLOCK: tl.constexpr,
+    TOGETHER: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Carries CARRY (rows, segments, N, E) through each segment, from the state in front of it to
     that behind it; gives Y and, where STATES is, the state in front of every chunk.
@@ -217,11 +294,10 @@ def forward_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     cut = 0
     for first in range(begin, end, Q):
-        t, reals, starts = tokens_of(FLAGS, first, end, origin, turn, Q)
-        steps = steps_of(
-            rows_of(DELTA, delta_token, e, inside, t, reals, turn), bias, reals, SOFTPLUS
-        )
-        xs = rows_of(X, x_token, e, inside, t, reals, turn)
+        t, there, reals, starts = tokens_of(FLAGS, first, end, origin, turn, Q)
+        deltas = rows_of(DELTA, delta_token, e, inside, t, there, FLAGS, reals)
+        steps = steps_of(deltas, bias, reals, SOFTPLUS)
+        xs = rows_of(X, x_token, e, inside, t, there, FLAGS, reals)
         pushes = products_of(steps, xs)
         ys = ()
         for j in tl.static_range(Q):
@@ -237,9 +313,9 @@ def forward_kernel(
                 kept = STATES + (first // chunk).to(tl.int64) * states * channels + at
                 tl.store(kept, h, mask=inside & (first % chunk == 0))
             rate = tl.load(A + at, mask=inside, other=0.0).to(tl.float32) * LOG2_E
-            bs = numbers_of(BC, first, n, 0, N, Q)
+            bs = numbers_of(BC, first, n, 0, N, Q, BLOCK, TOGETHER, LANES)
             if not SUMMARY:
-                cs = numbers_of(BC, first, n, 1, N, Q)
+                cs = numbers_of(BC, first, n, 1, N, Q, BLOCK, TOGETHER, LANES)
             sums = ()
             for j in tl.static_range(Q):
                 if FLAGS is not None:
@@ -250,18 +326,18 @@ def forward_kernel(
             ys = sums
             tl.store(CARRY + at, h, mask=inside)
         if not SUMMARY:
-            t, reals, starts = tokens_of(FLAGS, first + nought, end, origin, turn, Q)
+            t, there, reals, starts = tokens_of(FLAGS, first + nought, end, origin, turn, Q)
             if Z is not None:
-                zs = rows_of(Z + given * z_batch, z_token, e, inside, t, reals, turn)
-            at = Y + (row * tokens + t) * channels + e
+                zs = rows_of(Z + given * z_batch, z_token, e, inside, t, there, FLAGS, reals)
+            gated = ()
             for j in tl.static_range(Q):
                 y = ys[j]
                 if Z is not None:
                     y *= zs[j] * tl.sigmoid(zs[j])
                 if FLAGS is not None:
                     y = tl.where(reals[j], y, 0.0)
-                tl.store(at, y.to(Y.dtype.element_ty), mask=inside & (first + j < end))
-                at += channels * turn
+                gated = gated + (y,)
+            store_rows(Y, gated, row, tokens, channels, e, inside, t, there)
         tl.debug_barrier()  # the next tokens read CARRY
     if SUMMARY:
         DECAY += (row * segments + part) * states * channels

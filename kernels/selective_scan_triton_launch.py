@@ -70,18 +70,19 @@ class Scans:
         self.flags = None if flags is None else flags.contiguous()
         self.chunk = chunk_of(self.state)
         self.prepared = self._prepare(*_alike(first.B, last.B), *_alike(first.C, last.C))
-        self.padded = self.prepared.shape[2]
+        self.padded = self.prepared.shape[2] * together()
 
     def _prepare(self, B: Tensor, B_2: Tensor, C: Tensor, C_2: Tensor) -> Tensor:
-        """B and C in scan order, as (R, G, T in whole groups of Q, 2, N)."""
+        """B and C in scan order, as (R, G, T / some, 2, N, some), T in whole groups of Q."""
         longest = max(Q_FORWARD, Q_BACKWARD)
         padded = cdiv(self.tokens, longest) * longest
-        prepared = self.wide(self.rows, self.groups, padded, 2, self.state)
+        some = together()
+        prepared = self.wide(self.rows, self.groups, padded // some, 2, self.state, some)
         columns, rows = shape_of_preparation(self.state)
         prepare_kernel[(self.rows * self.groups * cdiv(padded, rows),)](
             B, B_2, C, C_2, self.flags, prepared, *B.stride()[:3], *C.stride()[:3], self.batch,
             self.tokens, padded, self.groups, int(self.reverse), N=self.state, COLUMNS=columns,
-            ROWS=rows, num_warps=4,
+            ROWS=rows, TOGETHER=some, num_warps=4,
         )  # fmt: skip
         return prepared
 
@@ -94,6 +95,7 @@ class Scans:
         block = block_of_forward(self.width, self.rows * self.groups, self.x)
         cut = self._cut(block)
         strides = _strides(self.x, self.delta, self.z)
+        constants = self._constants(Q_FORWARD, block)
 
         def run(summary: bool) -> None:
             forward_kernel[(self._programs(block) * (cut.segments - summary),)](
@@ -101,8 +103,7 @@ class Scans:
                 self.z, self.bias, self.bias_2, self.flags, cut.carry,
                 cut.decay if summary else None, None if summary else states,
                 None if summary else y, *strides, *self._sizes(cut), self.chunk, 0,
-                int(self.reverse), SUMMARY=summary, SOFTPLUS=self.softplus, N=self.state,
-                Q=Q_FORWARD, BLOCK=block, num_warps=1,
+                int(self.reverse), SUMMARY=summary, **constants, num_warps=1,
             )  # fmt: skip
 
         if cut.segments > 1:
@@ -117,7 +118,7 @@ class Scans:
         cut, blocks = self._cut(block), cdiv(self.width, block)
         strides = (*dy.stride()[:2], *_strides(self.x, self.delta, self.z))
         sizes, reverse = self._sizes(cut), int(self.reverse)
-        constants = {"SOFTPLUS": self.softplus, "N": self.state, "Q": Q_BACKWARD, "BLOCK": block}
+        constants = self._constants(Q_BACKWARD, block)
         if cut.segments > 1:
             backward_summary_kernel[(self._programs(block) * (cut.segments - 1),)](
                 dy, self.delta, self.delta_2, self.A, self.prepared, self.z, self.bias, self.bias_2,
@@ -149,6 +150,10 @@ class Scans:
             return of_tokens
         padding = (self.flags & 1 == 0).view(*of_tokens.shape[:3], 1, 1, 1)
         return of_tokens.masked_fill(padding, 0)
+
+    def _constants(self, q: int, block: int) -> dict[str, Any]:
+        sizes = {"N": self.state, "Q": q, "BLOCK": block, "TOGETHER": together()}
+        return {"SOFTPLUS": self.softplus, **sizes, "LANES": triton_support.lanes()}
 
     def _programs(self, block: int) -> int:
         return self.rows * self.groups * cdiv(self.width, block)
@@ -240,6 +245,11 @@ def shape_of_preparation(state: int) -> tuple[int, int]:
     return columns, max(1, 2048 // columns)
 
 
+def together() -> int:
+    """Tokens whose numbers of B, or of C, a thread loads at once: 128 bits of them."""
+    return min(4, Q_FORWARD, Q_BACKWARD)
+
+
 def chunk_of(state: int) -> int:
     """Tokens between kept states: the more states, the more tokens."""
     return min(max(64, 4 * state), 256) // 64 * 64
@@ -249,13 +259,14 @@ def block_of_forward(width: int, groups: int, x: Tensor) -> int:
     """Channels of a program, of `groups` of `width`: two or four a thread where the GPU is full all
     the same, so that there is one segment."""
     enough = 2 * ENOUGH * triton_support.multiprocessors(x)
-    return next((b for b in (128, 64) if groups * cdiv(width, b) >= enough), 32)
+    least = triton_support.lanes()
+    return next((b for b in (128, 64) if groups * cdiv(width, b) >= enough), least)
 
 
 def block_of_backward(width: int) -> int:
     """Two channels a thread halve the work of the sums over channels; for four of them the
     registers do not suffice."""
-    return 32 if width <= 32 else 64
+    return max(32 if width <= 32 else 64, triton_support.lanes())
 
 
 def segments_of(programs: int, tokens: int, chunk: int, processors: int) -> tuple[int, int]:

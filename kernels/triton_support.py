@@ -121,6 +121,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def lanes() -> int:
+    """Threads of a warp: AMD's have twice as many."""
+    return 32 if torch.version.hip is None else 64
+
+
 def launch_warps(warps: int) -> int:
     """The `num_warps` that gives as many threads as `warps` of 32: half of it on AMD."""
     return warps if torch.version.hip is None else max(warps // 2, 1)

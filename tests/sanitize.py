@@ -61,8 +61,8 @@ def _sanitize(op: str) -> None:
 
 def _amend() -> None:
     """Put right what triton-viz 3.0 gets wrong: it adds the offset of a slice twice, refuses
-    broadcast axes, forgets the bounds of outer loops in inner ones, and does not know `tl.split`
-    and scans, whose results are never addresses here."""
+    broadcast axes, forgets the bounds of outer loops in inner ones, and does not know `tl.split`,
+    `tl.trans` and scans, whose results are never addresses here."""
     sanitizer.check_inner_stride_equal_to_one = lambda tensor: True
     sanitizer.get_physical_addr_from_tensor_slice = _segments
     split = interpreter.InterpreterBuilder.create_split
@@ -72,6 +72,13 @@ def _amend() -> None:
         return split(self, value) if known else (value, value)
 
     interpreter.InterpreterBuilder.create_split = symbolic_split
+    trans = interpreter.InterpreterBuilder.create_trans
+
+    def symbolic_trans(self: Any, value: Any, axes: Any) -> Any:
+        known = isinstance(value.data, interpreter.np.ndarray)
+        return trans(self, value, axes) if known else value
+
+    interpreter.InterpreterBuilder.create_trans = symbolic_trans
     scan = interpreter.ScanOps.apply_impl
 
     def symbolic_scan(self: Any, values: Any) -> Any:

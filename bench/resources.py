@@ -84,7 +84,7 @@ def measure(configuration: Configuration, chip: str) -> Resources:
     target = CHIPS[chip]
     kernel = configuration.kernel
     constants = dict(configuration.constants)
-    if "LANES" in constants:
+    if "LANES" in constants:  # threads of a warp
         constants["LANES"] = min(target.warp_size, constants["BLOCK"])
     known = {*configuration.signature, *configuration.constants}
     assert set(kernel.arg_names) == known, f"{configuration.name}: {set(kernel.arg_names) ^ known}"
@@ -211,9 +211,10 @@ def report(jobs: int) -> str:
         "program. Matrix: `mma`, `wgmma`, `tcgen05.mma` or `mfma` instructions.",
         "",
         "Narrower loads are of what a row, a token, a head or a warp has one of, of rows too",
-        "narrow for their threads, of channels that do not fill a GPU at four a thread",
-        "(`selective_scan`) and of tiles that TF32 turns around: the docstrings beside the kernels",
-        "say where. A warp of gfx942 has 64 threads: alone in a program, each loads half as much.",
+        "narrow for their threads, of what a channel has one of where there are fewer than four",
+        "a thread (`selective_scan`) and of tiles that TF32 turns around: the docstrings beside the",
+        "kernels say where. A warp of gfx942 has 64 threads: alone in a program, each loads half as",
+        "much.",
         "",
         "| kernel | warps | chip | registers | spills | shared | wide loads | wide stores | matrix "
         "| faults |",

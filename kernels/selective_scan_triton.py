@@ -14,11 +14,13 @@ values for each channel and token (a quarter of one up to N = 64), written and r
 adds the shares in the gradients of B and C: 2N float32 values a token for every 64 channels,
 written and read once. Between groups of Q tokens the states wait in the cache.
 
-A warp reads 32, 64 or 128 channels that lie side by side, a token at a time: whole lines of memory,
-but one, two or four channels a thread. So loads are of 128 bits where the GPU is full, of float32
-and of all states forward; bfloat16 would take eight channels a thread, and backward four, for which
-the registers do not suffice at the Q tokens that keep the states' way to the cache rare. Numbers of
-B and C, and flags of tokens, serve a whole warp: they are loaded one by one, to all threads.
+A warp takes 32, 64 or 128 channels that lie side by side: one, two or four a thread. It loads and
+stores their values at Q tokens as one tile, of 128 bits a thread, and hands them round, once for
+all n, outside of the loop over n. Numbers of B and C serve a whole warp: each thread loads them
+all, at four tokens at a time, 128 bits. What remains narrow: what a channel has one of, that is
+states, A, D and the bias, where there are fewer than four channels a thread, though together they
+are whole lines of memory; flags of tokens; and backward, in a group of at most 32 channels, tiles
+of half precision.
 
 Channels must be contiguous, else a tensor is copied; all other strides are free. The exponential is
 2^(Δ A log₂ e), which the GPU's unit for it gives with a relative error of about (2 + |Δ A|) · 1e-7.
@@ -218,26 +220,32 @@ def configurations() -> Iterator[Configuration]:
             yield _configuration(kernel, name, constants, types)._replace(
                 num_stages=1,
                 registers=launch.REGISTERS if kernel is backward_kernel else None,
-                wide_loads=block == 128,
-                narrow_loads=_single_loads(dtype, given),
+                wide_loads=True,
+                narrow_loads=_narrow_loads(label, given, block),
             )
     for state in (16, 128):
         columns, rows = launch.shape_of_preparation(state)
         constants = {"N": state, "COLUMNS": columns, "ROWS": rows, "TOGETHER": launch.together()}
         types = {"B": torch.bfloat16, "C": torch.bfloat16}
         prepare = _configuration(prepare_kernel, f"B and C, N = {state}", constants, types)
-        yield prepare._replace(num_warps=4)
+        yield prepare._replace(num_warps=4, wide_loads=True, narrow_loads=2)  # flags
     for backwards in (False, True):
         name = f"segments combined, {'backward' if backwards else 'forward'}"
         constants = {"BACKWARDS": backwards, "BLOCK": launch.COMBINED}
-        yield _configuration(combine_kernel, name, constants, {})._replace(num_warps=2)
+        combine = _configuration(combine_kernel, name, constants, {})
+        yield combine._replace(num_warps=2, num_stages=1, launch_warps=True, wide_loads=True)
 
 
-def _single_loads(dtype: torch.dtype, given: set[str]) -> int:
-    """Of `forward_kernel` with four channels a thread: numbers of B and C, flags of tokens, twice;
-    and where four values are 64 bits, those of x, delta and z."""
-    singles = 4 if "FLAGS" in given else 2
-    return launch.Q_FORWARD * (singles + 3 * (dtype != torch.float32))
+def _narrow_loads(label: str, given: set[str], block: int) -> int:
+    """Of what a channel has one of, with fewer than four a thread, and of flags; a summary with
+    flags has its last loop, with its load, once more, for where a sequence starts."""
+    of_channels, of_flags = {
+        "forward": (4, 2),
+        "forward summary": (4, 2),
+        "backward": (9, 3),
+        "backward summary": (4, 2),
+    }[label]
+    return of_channels * (block < 128) + of_flags * ("FLAGS" in given)
 
 
 def _configuration(

@@ -186,7 +186,7 @@ class Scans:
             first.copy_(start.mT)
         combine_kernel[(self.rows * cdiv(size, COMBINED),)](
             first, cut.decay, cut.carry, size, cut.segments, BACKWARDS=backwards, BLOCK=COMBINED,
-            num_warps=2,
+            **triton_support.launch_options(2),
         )  # fmt: skip
 
 
@@ -246,7 +246,7 @@ def shape_of_preparation(state: int) -> tuple[int, int]:
 
 
 def together() -> int:
-    """Tokens whose numbers of B, or of C, a thread loads at once: 128 bits of them."""
+    """Tokens whose numbers of B, or of C, a thread loads at once: 128 bits."""
     return min(4, Q_FORWARD, Q_BACKWARD)
 
 
@@ -256,8 +256,8 @@ def chunk_of(state: int) -> int:
 
 
 def block_of_forward(width: int, groups: int, x: Tensor) -> int:
-    """Channels of a program, of `groups` of `width`: two or four a thread where the GPU is full all
-    the same, so that there is one segment."""
+    """Channels of a program, of `groups` of `width`: two or four for each of 32 threads where the
+    GPU is full all the same, so that there is one segment."""
     enough = 2 * ENOUGH * triton_support.multiprocessors(x)
     least = triton_support.lanes()
     return next((b for b in (128, 64) if groups * cdiv(width, b) >= enough), least)

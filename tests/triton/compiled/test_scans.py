@@ -216,3 +216,11 @@ def test_every_launch_is_in_the_table(monkeypatch, dtype, size, padded):
             assert any(c.constants.get("FLAGS", ...) is ... for c in alike), kernel.__name__
         sizes = {"tokens", "batch", "per_program", "segments", "segment"} & set(given)
         assert sizes <= {p.name for p in kernel.params if p.do_not_specialize}
+
+
+def test_programs_on_amd_fill_their_warps(monkeypatch):
+    """Of 64 threads: with 32 channels every second one would do nothing."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    launch = selective_scan_triton_launch
+    assert launch.block_of_forward(16, 1, torch.empty(0)) == 64
+    assert launch.block_of_backward(16) == 64

@@ -212,9 +212,9 @@ def report(jobs: int) -> str:
         "",
         "Narrower loads are of what a row, a token, a head or a warp has one of, of rows too",
         "narrow for their threads, of what a channel has one of where there are fewer than four",
-        "a thread (`selective_scan`) and of tiles that TF32 turns around: the docstrings beside the",
-        "kernels say where. A warp of gfx942 has 64 threads: alone in a program, each loads half as",
-        "much.",
+        "a thread (`selective_scan`) and of tiles that TF32 turns around: the docstrings beside",
+        "the kernels say where. A warp of gfx942 has 64 threads: alone in a program, each loads",
+        "half as much.",
         "",
         "| kernel | warps | chip | registers | spills | shared | wide loads | wide stores | matrix "
         "| faults |",

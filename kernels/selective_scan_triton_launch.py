@@ -242,7 +242,7 @@ def _strides(x: Tensor, delta: Tensor, z: Tensor | None) -> tuple[int, ...]:
 
 def shape_of_preparation(state: int) -> tuple[int, int]:
     columns = next_power_of_2(max(state, 1))
-    return columns, max(1, 2048 // columns)
+    return columns, max(together(), 2048 // columns)
 
 
 def together() -> int:

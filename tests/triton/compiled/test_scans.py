@@ -224,3 +224,11 @@ def test_programs_on_amd_fill_their_warps(monkeypatch):
     launch = selective_scan_triton_launch
     assert launch.block_of_forward(16, 1, torch.empty(0)) == 64
     assert launch.block_of_backward(16) == 64
+
+
+def test_b_and_c_are_prepared_for_whole_loads():
+    launch = selective_scan_triton_launch
+    for state in (1, 16, 100, 1025, 5000):
+        columns, rows = launch.shape_of_preparation(state)
+        assert columns >= state
+        assert rows % launch.together() == 0

@@ -20,10 +20,9 @@ def _only_hands_out_tests(config: pytest.Config) -> bool:
 
 
 def _prepare() -> None:
-    # A compiled program kept on the disk knows an op by its name, not by what its results look like.
-    os.environ |= dict.fromkeys(
-        ("TORCHINDUCTOR_FX_GRAPH_CACHE", "TORCHINDUCTOR_AUTOGRAD_CACHE"), "0"
-    )
+    # A compiled program kept on the disk knows an op by its name, not by what its results are like.
+    for cache in ("FX_GRAPH_CACHE", "AUTOGRAD_CACHE"):
+        os.environ[f"TORCHINDUCTOR_{cache}"] = "0"
     import hypothesis
     import torch
     from torch._dynamo import trace_rules

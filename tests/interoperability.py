@@ -154,7 +154,7 @@ def check_graphs(model: Any, *, training: bool, masked: bool, backend: str = "ao
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(model.train(training), backend=counter, fullgraph=True)
-    for batch, tokens in ((2, 5), (3, 6), (3, 7), (2, 8), (4, 9), (4, 10), (3, 12), (2, 20)):
+    for batch, tokens in ((2, 5), (3, 6), (3, 7), (2, 8), (4, 9), (4, 10), (3, 12), (2, 70)):
         given: dict[str, Any] = inputs(batch, tokens, masked=masked)
         if training:
             given["labels"] = given["input_ids"]

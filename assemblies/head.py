@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from brickwork.blocks.hooks import has_hooks
 from brickwork.blocks.linear import Linear
 from brickwork.kernels.cross_entropy import cross_entropy, token_cross_entropy
 from brickwork.kernels.linear import linear
@@ -21,8 +22,7 @@ def plain_weight(head: nn.Module | None, embedding: nn.Embedding) -> Tensor | No
         return embedding.weight
     if type(head) not in (nn.Linear, Linear) or head.bias is not None:
         return None
-    hooked = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
-    return None if hooked else head.weight
+    return None if has_hooks(head) else head.weight
 
 
 def loss_of(

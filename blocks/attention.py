@@ -191,7 +191,9 @@ class Attention(nn.Module):
         visible = visible_keys(
             entries, masks, starts, causal=self.causal, num_heads=self.num_heads, tokens=tokens
         )
-        dropout = self.dropout if self.training else 0.0
+        dropout = self.dropout  # without one, no program depends on the mode
+        if dropout and not self.training:
+            dropout = 0.0
         y_BTHD = grouped_attention(q_BTHD, k_BSGD, entries.values, visible, dropout=dropout)
         return self.o_proj(y_BTHD.flatten(2))
 

@@ -25,6 +25,7 @@ class BiMamba(nn.Module):
     `mamba_rev`. A tied in_proj is applied once, and with `"add"` so is out_proj, to the sum (its
     bias counts twice). A module put in the place of either serves both directions; it must be
     affine, as an `nn.Linear` with an adapter is, and out_proj's must have a `bias`, maybe None.
+    Mixers with hooks or a forward of their own are called as wholes instead.
 
     Papers: Gu and Dao, *Mamba*, 2023; Wang et al., *Long-context Protein Language Modeling Using
     Bidirectional Mamba with Shared Projection Layers*, 2024.
@@ -114,6 +115,10 @@ class BiMamba(nn.Module):
         check_tokens(x, self.dim)
         mask = check_mask(mask, (x.shape[0], x.shape[1]))
         fwd, rev = self.mamba_fwd, self.mamba_rev
+        if fwd.must_be_called() or rev.must_be_called():
+            y_fwd = fwd(x, mask=mask, seq_ids=seq_ids)
+            y_rev = rev(x, mask=mask, seq_ids=seq_ids, reverse=True)
+            return y_fwd + y_rev if self.combine == "add" else y_fwd * y_rev
         parts = fwd.split(fwd.in_proj(x))
         bias = fwd.out_proj.bias
         if self.tie and self.combine == "add":

@@ -41,7 +41,7 @@ class BlockKVCache:
         self._values: Tensor | None = None
         self._columns: Tensor | slice | None = None
         self._spare = False
-        self.owner: int | None = None  # which layer fills it
+        self.owner: str | None = None  # which layer fills it
 
     @property
     def batch_size(self) -> int | None:

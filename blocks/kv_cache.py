@@ -47,7 +47,7 @@ class KVCache:
         self._values: Tensor | None = None
         self._positions: Tensor | None = None
         self._mask: Tensor | None = None  # None while every token is real
-        self.owner: int | None = None  # which layer fills it
+        self.owner: str | None = None  # which layer fills it
 
     @property
     def batch_size(self) -> int | None:
@@ -159,7 +159,7 @@ class StaticKVCache:
         check_integer("head_dim", head_dim, least=1)
         self.batch_size = batch_size
         self.max_length = max_length
-        self.owner: int | None = None
+        self.owner: str | None = None
         slots = (batch_size, max_length)
         with torch.inference_mode(False):  # so that it can be written outside inference mode too
             self._keys = torch.zeros(*slots, num_kv_heads, head_dim, dtype=dtype, device=device)

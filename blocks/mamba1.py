@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from brickwork.blocks.hooks import has_hooks
 from brickwork.blocks.linear import Linear
 from brickwork.blocks.mamba_mixer import (
     DepthwiseFilter,
@@ -21,9 +22,8 @@ from brickwork.blocks.mamba_mixer import (
     check_sizes,
     decay_rates,
 )
-from brickwork.kernels.bidirectional_conv1d import Filter, bidirectional_conv1d
+from brickwork.kernels.bidirectional_conv1d import bidirectional_conv1d
 from brickwork.kernels.bidirectional_scan import ScanInputs, bidirectional_scan
-from brickwork.kernels.causal_conv1d import causal_conv1d
 from brickwork.kernels.selective_scan import selective_scan
 
 
@@ -117,9 +117,8 @@ class Mamba1(MambaMixer):
         reverse: bool = False,
         state: MambaState | None = None,
     ) -> Tensor:
-        conv = causal_conv1d(
+        conv = self.conv1d(
             parts[0],
-            *self._filter(),
             activation="silu",
             reverse=reverse,
             mask=mask,
@@ -150,18 +149,21 @@ class Mamba1(MambaMixer):
         mask: Tensor | None = None,
         seq_ids: Tensor | None = None,
     ) -> Tensor:
-        if type(self).mix is not Mamba1.mix or type(backward).mix is not Mamba1.mix:
+        if not (
+            isinstance(backward, Mamba1) and self._mixes_plainly() and backward._mixes_plainly()
+        ):
             return super().mix_both(backward, parts, mask=mask, seq_ids=seq_ids)
-        assert isinstance(backward, Mamba1)
         x, z = parts
         options: Any = {"mask": mask, "seq_ids": seq_ids}
-        filters = self._filter(), backward._filter()
+        filters = self.conv1d.filters(), backward.conv1d.filters()
         x, x_back = bidirectional_conv1d(x, *filters, activation="silu", **options)
         sides = self._scan_inputs(x), backward._scan_inputs(x_back)
         return bidirectional_scan(*sides, z=z, softplus=True, **options)
 
-    def _filter(self) -> Filter:
-        return Filter(self.conv1d.weight[:, 0], self.conv1d.bias)
+    def _mixes_plainly(self) -> bool:
+        """Whether `mix` and the convolution are what they are here, and nobody watches."""
+        plain = type(self).mix is Mamba1.mix and type(self.conv1d) is DepthwiseFilter
+        return plain and not has_hooks(self.conv1d)
 
     def _scan_inputs(self, x: Tensor) -> ScanInputs:
         """What the scan takes, from the convolution's result."""

@@ -21,7 +21,6 @@ from brickwork.blocks.mamba_mixer import (
     decay_rates,
     init_step_bias_,
 )
-from brickwork.kernels.causal_conv1d import causal_conv1d
 from brickwork.kernels.rms_norm import check_eps, rms_norm
 from brickwork.kernels.selective_scan import step_sizes
 from brickwork.kernels.ssd_scan import ssd_scan
@@ -147,10 +146,8 @@ class Mamba2(MambaMixer):
     ) -> Tensor:
         z, xBC, dt = parts
         inner, group = self.num_heads * self.head_dim, self.num_groups * self.d_state
-        conv = causal_conv1d(
+        conv = self.conv1d(
             xBC,
-            self.conv1d.weight[:, 0],
-            self.conv1d.bias,
             activation="silu",
             reverse=reverse,
             mask=mask,

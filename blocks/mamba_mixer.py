@@ -6,13 +6,16 @@ B batch, T tokens, C model width, I inner width.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from brickwork.blocks.hooks import has_hooks
 from brickwork.kernels.backend import compute_dtype
+from brickwork.kernels.bidirectional_conv1d import Filter
+from brickwork.kernels.causal_conv1d import CausalConv1dOutput, causal_conv1d
 from brickwork.kernels.checks import check_integer, claim
 from brickwork.kernels.linear import linear
 from brickwork.kernels.sequences import check_mask
@@ -39,7 +42,7 @@ class MambaState:
         self.conv: Tensor | None = None
         self.scan: Tensor | None = None
         self.reverse: bool | None = None
-        self.owner: int | None = None  # which mixer fills it
+        self.owner: str | None = None  # which mixer fills it
 
     @property
     def is_empty(self) -> bool:
@@ -66,7 +69,7 @@ class MambaState:
 
 
 class DepthwiseFilter(nn.Module):
-    """The filters of a short convolution: weight (I, 1, W) and bias (I,).
+    """A short causal convolution of every channel by itself: weight (I, 1, W) and bias (I,).
 
     Not an `nn.Conv1d`, so that a model's generic re-initialisation passes it by.
 
@@ -86,6 +89,14 @@ class DepthwiseFilter(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)
+
+    def filters(self) -> Filter:
+        """As the ops take them."""
+        return Filter(self.weight[:, 0], self.bias)
+
+    def forward(self, x: Tensor, **options: Any) -> CausalConv1dOutput:
+        """`causal_conv1d` of x (B, T, I), with its options."""
+        return causal_conv1d(x, *self.filters(), **options)
 
     def extra_repr(self) -> str:
         return (
@@ -179,6 +190,10 @@ class MambaMixer(nn.Module):
         else:
             super().__setattr__(name, value)
 
+    def must_be_called(self) -> bool:
+        """Whether more belongs to a call than the three parts: hooks, a forward of its own."""
+        return has_hooks(self) or type(self).forward is not MambaMixer.forward
+
     def split(self, projected: Tensor) -> tuple[Tensor, ...]:
         """in_proj's result as the arguments of `mix`."""
         raise NotImplementedError
@@ -231,8 +246,8 @@ class MambaMixer(nn.Module):
         return zero_padding(self.out_proj(y), mask, self.out_proj.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MambaMixer:
-        kept = {id(p) for p in self._float32_tensors()}
-        kept |= {id(p.grad) for p in self._float32_tensors() if p.grad is not None}
+        kept = {id(t) for t in self._float32_tensors()}
+        kept |= {id(t.grad) for t in self._float32_tensors() if t.is_leaf and t.grad is not None}
 
         def widened(tensor: Tensor) -> Tensor:
             out = fn(tensor)
@@ -252,8 +267,16 @@ class MambaMixer(nn.Module):
                 state_dict[prefix + name] = tensor.float()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    def _float32_tensors(self) -> Iterable[nn.Parameter]:
-        return (self.get_parameter(name) for name in self.float32_parameters)
+    def _float32_tensors(self) -> Iterator[Tensor]:
+        """Also where a parameter was made a buffer, pruned, or computed from others."""
+        for path in self.float32_parameters:
+            place, _, name = path.rpartition(".")
+            module = self.get_submodule(place)
+            for held in (module._parameters, module._buffers):
+                yield from (t for t in map(held.get, (name, f"{name}_orig")) if t is not None)
+            if nn.utils.parametrize.is_parametrized(module, name):
+                parametrizations = module.get_submodule("parametrizations")
+                yield from parametrizations.get_submodule(name).parameters(recurse=False)
 
 
 def check_tokens(x: Tensor, dim: int) -> None:

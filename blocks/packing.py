@@ -46,6 +46,8 @@ class SequenceBatch:
         >>> pad([torch.ones(2)]).to("meta").mask.device
         device(type='meta')
         """
+        if not isinstance(device, torch.device | str | int):
+            raise ValueError(f"device must be a device, got {device!r}: a batch has several dtypes")
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> SequenceBatch:
@@ -201,7 +203,10 @@ class Collator:
         self.side: Side = side
 
     def __call__(self, examples: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
-        rows = [{k: torch.as_tensor(v) for k, v in example.items()} for example in examples]
+        rows = [
+            {name: _tensor(name, value, number) for name, value in example.items()}
+            for number, example in enumerate(examples)
+        ]
         fields = {*self.fill, *self.per_sequence}
         for number, row in enumerate(rows):
             if set(row) != fields:
@@ -241,10 +246,19 @@ class Collator:
         return pad(sequences, side=self.side, length=self.row_length, fill=fill)
 
 
+def _tensor(name: str, value: Any, number: int) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} of example {number} must be numbers, got {value!r}") from error
+
+
 def _names(argument: str, fields: Iterable[str], taken: Iterable[str] = _ADDED) -> tuple[str, ...]:
     if isinstance(fields, str):
         raise ValueError(f"{argument} must be names of fields, got one string {fields!r}")
     names = tuple(fields)
+    if len({*names}) < len(names):
+        raise ValueError(f"{argument} must name a field once, got {names}")
     if both := sorted({*names}.intersection(taken)):
         raise ValueError(f"{argument} must name no field that is there already, got {both}")
     return names
@@ -263,16 +277,16 @@ def _lay(
     device = first.device
     at = torch.cat(
         [
-            torch.arange(row * length + t, row * length + t + n)
+            torch.arange(row * length + t, row * length + t + n, device=device)
             for (row, t), n in zip(places, lengths)
         ]
-    ).to(device)
+    )
     seq_ids = torch.full((rows * length,), PADDING, device=device)
     seq_ids[at] = torch.arange(len(lengths), device=device).repeat_interleave(
         torch.tensor(lengths, device=device)
     )
     positions = torch.zeros_like(seq_ids)
-    positions[at] = torch.cat([torch.arange(n) for n in lengths]).to(device)
+    positions[at] = torch.cat([torch.arange(n, device=device) for n in lengths])
     values = first.new_full((rows * length, *first.shape[1:]), fill)
     values = values.index_copy(0, at, torch.cat(list(sequences)))
     shape = (rows, length)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from brickwork.blocks.hooks import has_hooks
 from brickwork.blocks.norm import RMSNorm
 from brickwork.blocks.rope_scaling import check_scaling, is_positive, scaled_inv_freq
 from brickwork.kernels.checks import check_integer, check_one_of, check_shapes, values_readable
@@ -19,18 +20,6 @@ from brickwork.kernels.rope import (
     rope,
 )
 from brickwork.kernels.rope_qk import RotatedQK, rope_qk
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        nn.modules.module._global_forward_hooks
-        or nn.modules.module._global_forward_pre_hooks
-        or nn.modules.module._global_backward_hooks
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
 
 
 class _Last:
@@ -166,7 +155,7 @@ class RoPE(nn.Module):
         norms = [norm for norm in (q_norm, k_norm) if norm is not None]
         known = [norm for norm in norms if type(norm) is RMSNorm and norm.dim == self.head_dim]
         alike = len(known) == len(norms) and len({(norm.eps, norm.cast) for norm in known}) <= 1
-        plain = type(self) is RoPE and not any(map(_has_hooks, (self, *norms)))
+        plain = type(self) is RoPE and not any(map(has_hooks, (self, *norms)))
         if not (plain and alike and len(norms) != 1) or self.length_dependent:
             q = q_BTHD if q_norm is None else q_norm(q_BTHD)
             k = k_BTGD if k_norm is None else k_norm(k_BTGD)

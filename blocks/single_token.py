@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from brickwork.blocks.attention import Attention
+from brickwork.blocks.hooks import has_hooks
 from brickwork.blocks.kv_cache import CacheEntries
 from brickwork.blocks.linear import Linear
 from brickwork.blocks.moe import MoE
@@ -45,9 +46,6 @@ def why_not_plain(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> str |
     Nothing may be replaced, hooked, parametrised, cast or trained: modules of these very `kinds`,
     parameters of one dtype, float32 or float64, on the CPU.
     """
-    everywhere = nn.modules.module
-    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
-        return "every module has hooks"
     if preferred() == "torch":
         return "the specification is asked for"
     if torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0:
@@ -55,7 +53,7 @@ def why_not_plain(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> str |
     for name, module in model.named_modules():
         if type(module) not in kinds:
             return f"{name} is a {type(module).__name__}"
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        if has_hooks(module):
             return f"{name} has hooks"
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
             return f"{name} has a max_norm"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 import torch
@@ -115,12 +116,18 @@ def memory_is_all(*tensors: Tensor | None) -> bool:
 
 
 def claim(argument: str, kept: Any, module: object) -> None:
-    """Make `kept` (a cache, a state) `module`'s own, or raise if it belongs to another one."""
+    """Make `kept` (a cache, a state) `module`'s own, or raise if it belongs to another one.
+
+    A module's name as an owner goes with it, and with what it fills, into copies and pickles.
+    """
     if torch.compiler.is_compiling():
         return
-    if kept.owner not in (None, id(module)):
+    owner = vars(module).get("_owner")
+    if owner is None:
+        owner = vars(module)["_owner"] = uuid.uuid4().hex
+    if kept.owner not in (None, owner):
         raise ValueError(
             f"{argument} must be this {type(module).__name__}'s own, got one that another module "
             f"fills; give every layer its own, or reset() it"
         )
-    kept.owner = id(module)
+    kept.owner = owner

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import assert_close
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from brickwork.blocks import Attention, KVCache, RoPE
@@ -745,3 +746,13 @@ def test_repr_says_what_it_is():
     assert "24, num_heads=6, num_kv_heads=2, head_dim=8, qk_norm='full', causal=True" in repr(
         build(num_kv_heads=2, qk_norm="full", causal=True)
     )
+
+
+def test_without_dropout_the_mode_asks_for_no_other_program():
+    attention = Attention(8, num_heads=2)
+    counter = CompileCounter()
+    compiled = torch.compile(attention, backend=counter, fullgraph=True)
+    for mode in (True, False):
+        attention.train(mode)
+        compiled(torch.randn(1, 3, 8))
+    assert counter.frame_count == 1

@@ -351,3 +351,46 @@ def test_errors():
         BiMamba(DIM, mixer="Mamba1")
     with pytest.raises(TypeError, match="num_groups"):
         BiMamba(DIM, num_groups=2)
+
+
+WATCH = {
+    "forward hook": lambda m, seen: m.register_forward_hook(lambda *_: seen.append(1)),
+    "forward pre-hook": lambda m, seen: m.register_forward_pre_hook(lambda *_: seen.append(1)),
+    "backward hook": lambda m, seen: m.register_full_backward_hook(lambda *_: seen.append(1)),
+}
+
+
+@pytest.mark.parametrize("part", ["", ".conv1d"])
+@pytest.mark.parametrize("watch", WATCH)
+@pytest.mark.parametrize("combine", ["add", "multiply"])
+@pytest.mark.parametrize(("mixer", "tie"), [(Mamba1, True), (Mamba1, False), (Mamba2, True)])
+def test_hooks_of_a_mixer_and_of_its_convolution_run(mixer, tie, combine, watch, part):
+    """Whatever is fused otherwise; and the values are the same."""
+    options = {"head_dim": 4} if mixer is Mamba2 else {}
+    block = BiMamba(8, mixer=mixer, tie=tie, combine=combine, d_state=4, **options)
+    x = torch.randn(2, 6, 8, requires_grad=True)
+    mask = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
+    expected = block(x, mask=mask)
+    for side in ("mamba_fwd", "mamba_rev"):
+        seen = []
+        handle = WATCH[watch](block.get_submodule(side + part), seen)
+        found = block(x, mask=mask)
+        found.sum().backward()
+        assert seen == [1]
+        handle.remove()
+        assert_close(found, expected, terms=32)
+
+
+def test_a_mixer_with_a_forward_of_its_own_is_called():
+    class Doubled(Mamba1):
+        def forward(self, *args, **kwargs):
+            return 2 * super().forward(*args, **kwargs)
+
+    torch.manual_seed(0)
+    doubled = BiMamba(8, mixer=Doubled, d_state=4)
+    torch.manual_seed(0)
+    plain = BiMamba(8, d_state=4)
+    x = torch.randn(2, 6, 8)
+    assert_close(doubled(x), 2 * plain(x), terms=32)
+    plain.mamba_rev.forward = lambda x, **_: torch.zeros_like(x)
+    assert_close(plain(x), plain.mamba_fwd(x), terms=32)

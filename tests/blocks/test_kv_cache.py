@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -477,3 +478,23 @@ def test_a_cache_belongs_to_one_layer(static):
         assert cache.length == 4
         cache.reset()
         second(x, cache=cache)
+
+
+@pytest.mark.parametrize("kind", ["growing", "static"])
+def test_an_owner_and_its_cache_may_be_copied_and_pickled(kind):
+    """Together; and the cache alone, to go on twice from one place."""
+    attention, x = Attention(8, num_heads=2, causal=True), torch.randn(1, 6, 8)
+    cache = KVCache() if kind == "growing" else StaticKVCache(1, 8, num_kv_heads=2, head_dim=4)
+    with torch.no_grad():
+        attention(x[:, :3], cache=cache)
+        expected = attention(x)[:, 3:]
+        pairs = [
+            copy.deepcopy((attention, cache)),
+            pickle.loads(pickle.dumps((attention, cache))),
+            (attention, copy.deepcopy(cache)),
+            (attention, pickle.loads(pickle.dumps(cache))),
+        ]
+        for layer, kept in pairs:
+            assert_close(layer(x[:, 3:], cache=kept), expected, terms=TERMS)
+        with pytest.raises(ValueError, match="cache must be this Attention's own"):
+            Attention(8, num_heads=2, causal=True)(x[:, 3:], cache=pairs[0][1])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scans import PADDINGS, padding_mask, sequences, with_parameters
 from support import assert_close, assert_same_function
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from brickwork.blocks import Mamba1, Mamba2, MambaState
@@ -205,6 +206,43 @@ def test_decay_skip_and_step_bias_stay_float32(kind, cast):
     for parameter in after.parameters():
         assert parameter.grad is None or parameter.grad.dtype == parameter.dtype
     after(torch.randn(1, 3, DIM, dtype=after.in_proj.weight.dtype)).sum().backward()
+
+
+def _parametrize(mixer):
+    class Squeezed(nn.Module):
+        def forward(self, w):
+            return w * 0.75
+
+    for name in ("A_log", "D"):
+        nn.utils.parametrize.register_parametrization(mixer, name, Squeezed())
+    return ["parametrizations.A_log.original", "parametrizations.D.original"]
+
+
+def _prune(mixer):
+    prune.l1_unstructured(mixer, "D", 0.5)
+    return ["D_orig"]
+
+
+def _freeze(mixer):
+    values = mixer.A_log.detach().clone()
+    del mixer.A_log
+    mixer.register_buffer("A_log", values)
+    return ["A_log"]
+
+
+@BOTH
+@pytest.mark.parametrize("change", [_parametrize, _prune, _freeze])
+def test_casts_of_parameters_that_became_something_else(kind, change):
+    mixer = MIXERS[kind]()
+    names = change(mixer)
+    held = dict([*mixer.named_parameters(), *mixer.named_buffers()])
+    before = {name: held[name].detach().clone() for name in names}
+    for cast in (nn.Module.cpu, nn.Module.float, nn.Module.bfloat16):
+        cast(mixer)
+        mixer(torch.randn(1, 3, DIM, dtype=mixer.in_proj.weight.dtype)).sum().backward()
+    held = dict([*mixer.named_parameters(), *mixer.named_buffers()])
+    for name, value in before.items():
+        assert torch.equal(held[name], value), name
 
 
 @BOTH

@@ -131,6 +131,9 @@ def test_collator_of_labels_per_sequence(packed):
         collate([{"ids": 1, "label": 0, "map": 0}])
     with pytest.raises(ValueError, match=r"must have the fields \['ids', 'label', 'map'\]"):
         collate([{"ids": [1], "map": 0}])
+    for wrong in (None, "helix"):
+        with pytest.raises(ValueError, match=f"label of example 1 must be numbers, got {wrong!r}"):
+            collate([examples[0], examples[1] | {"label": wrong}])
 
 
 @pytest.mark.parametrize(
@@ -138,6 +141,7 @@ def test_collator_of_labels_per_sequence(packed):
     [
         ({"per_sequence": "label"}, "per_sequence must be names of fields, got one string 'label'"),
         ({"per_sequence": ["ids"]}, r"per_sequence must name no field .* there already, .*'ids'"),
+        ({"per_sequence": ["a", "a"]}, r"per_sequence must name a field once, got \('a', 'a'\)"),
         ({"per_sequence": ["positions"]}, "per_sequence must name no field that is there already"),
         ({"fill": {"ids": 0, "seq_ids": 0}}, r"fill must name no field .* got \['seq_ids'\]"),
     ],
@@ -158,6 +162,16 @@ def test_a_batch_moves_as_a_whole():
     assert torch.equal(back.seq_ids, batch.seq_ids)
     assert torch.equal(back.positions, batch.positions)
     assert torch.equal(back.mask, batch.mask)
+    for wrong in (torch.float64, torch.ones(1)):
+        with pytest.raises(ValueError, match=r"device must be a device, got .*several dtypes"):
+            batch.to(wrong)
+
+
+def test_a_batch_is_built_where_its_sequences_are():
+    with torch.device("meta"):
+        batch = pack([torch.ones(2, device="cpu"), torch.ones(1, device="cpu")], row_length=4)
+    assert batch.values.tolist() == [[1, 1, 1, 0]]
+    assert batch.positions.tolist() == [[0, 1, 0, 0]]
 
 
 def test_pinned_by_a_loader(monkeypatch):

@@ -25,7 +25,8 @@ class BiMamba(nn.Module):
     `mamba_rev`. A tied in_proj is applied once, and with `"add"` so is out_proj, to the sum (its
     bias counts twice). A module put in the place of either serves both directions; it must be
     affine, as an `nn.Linear` with an adapter is, and out_proj's must have a `bias`, maybe None.
-    Mixers with hooks or a forward of their own are called as wholes instead.
+    Mixers with hooks or a forward of their own are called as wholes instead. With `tie` they are
+    one unit for what gathers and frees parameters around a call, such as `fully_shard`.
 
     Papers: Gu and Dao, *Mamba*, 2023; Wang et al., *Long-context Protein Language Modeling Using
     Bidirectional Mamba with Shared Projection Layers*, 2024.

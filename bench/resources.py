@@ -84,6 +84,8 @@ def measure(configuration: Configuration, chip: str) -> Resources:
     target = CHIPS[chip]
     kernel = configuration.kernel
     constants = dict(configuration.constants)
+    if target.warp_size == 64:
+        constants |= configuration.of_64_lanes
     if "LANES" in constants:  # threads of a warp
         constants["LANES"] = min(target.warp_size, constants["BLOCK"])
     known = {*configuration.signature, *configuration.constants}
@@ -117,9 +119,7 @@ def faults(configuration: Configuration, chip: str, found: Resources) -> list[st
     if found.registers * threads > REGISTERS[chip]:
         wrong.append(f"{found.registers} registers for each of {threads} threads")
     narrow = found.loads - found.wide_loads
-    # AMD's one warp has twice the threads, with half of a tile each
-    wide = configuration.wide_loads and (configuration.num_warps > 1 or CHIPS[chip].warp_size == 32)
-    if wide and narrow > configuration.narrow_loads:
+    if configuration.wide_loads and narrow > configuration.narrow_loads:
         wrong.append(f"{narrow} of {found.loads} loads are narrower than 128 bits")
     if configuration.matrix and not found.matrix:
         wrong.append(f"no instruction like {MATRIX[chip]}")

@@ -22,6 +22,8 @@ from brickwork.kernels.rotation_triton import rotate, rotate_norm_backward
 from brickwork.kernels.triton_support import (
     TYPE_NAMES,
     Configuration,
+    cdiv,
+    lanes,
     launch_options,
     multiprocessors,
     next_power_of_2,
@@ -54,31 +56,46 @@ class Shape(NamedTuple):
     heads_q: int
     heads_k: int
     block: int
-    block_tail: int
     warps: int
     registers: int
 
 
-def tile_shape(H: int, G: int, F: int, tail: int) -> Shape:
-    """8 pairs for each of 32 or 64 threads, as many as the keys have so much for."""
-    block, block_tail = next_power_of_2(F), next_power_of_2(max(tail, 1))
-    width = block + block_tail // 2
-    warps = 2 if next_power_of_2(max(G or H, 1)) * width >= 512 else 1
+def tile_shape(
+    H: int, G: int, F: int, tail: int, dtype: torch.dtype, interleaved: bool, lanes: int
+) -> Shape:
+    """8 pairs for each of 32 or 64 threads, as many as the keys have so much for; more heads than
+    there are, if it takes them to give each thread 128 bits of every load."""
+    block = next_power_of_2(F)
+    while tail > 2 * block * (1 + interleaved):
+        block *= 2  # threads without pairs, rather than a longer tail in each
+    wide = block * (1 + interleaved)
+    width = block + cdiv(tail, wide) * wide // 2
+    keys = next_power_of_2(max(G or H, 1))
+    warps = 2 if keys * width >= 512 and keys * wide * dtype.itemsize >= 1024 else 1
     room = 1 << max(256 * warps // width, 1).bit_length() - 1
-    heads_q, heads_k = (min(next_power_of_2(max(n, 1)), room) for n in (H, G or H))
-    return Shape(heads_q, heads_k, block, block_tail, warps, 160 if tail else 128)
+    whole = 16 // dtype.itemsize * max(32 * warps, lanes) // wide
+    heads_q, heads_k = (max(min(next_power_of_2(max(n, 1)), room), whole) for n in (H, G or H))
+    return Shape(heads_q, heads_k, block, warps, 160 if tail else 128)
 
 
 class _Problem:
     """What the launches of one call have in common."""
 
-    def __init__(self, q: Tensor, k: Tensor | None, cos: Tensor, *strided: Tensor | None) -> None:
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        cos: Tensor,
+        interleaved: bool,
+        *strided: Tensor | None,
+    ) -> None:
         batch, self.T, self.H, D = q.shape
         self.M = batch * self.T
         self.G = 0 if k is None else k.shape[2]
         self.F = cos.shape[-1]
         self.tail = D - 2 * self.F
-        self.shape = tile_shape(self.H, self.G, self.F, self.tail)
+        sizes = (self.H, self.G, self.F, self.tail)
+        self.shape = tile_shape(*sizes, q.dtype, interleaved, lanes())
         self.table = 0 if cos.shape[0] == 1 else self.T
         self.tensors = [t if t is None or t.stride(3) == 1 else t.contiguous() for t in strided]
         strides = [0 if t is None or t.shape[i] == 1 else t.stride(i)
@@ -90,7 +107,7 @@ class _Problem:
     def constants(self, *flags: bool) -> tuple[int, ...]:
         s = self.shape
         sizes = (self.H, self.G, self.F, self.tail, self.unit)
-        return (*sizes, s.heads_q, s.heads_k, s.block, s.block_tail, *flags)
+        return (*sizes, s.heads_q, s.heads_k, s.block, *flags)
 
 
 def _forward(
@@ -132,7 +149,7 @@ def _rotate(
     eps: float,
     *flags: bool,
 ) -> None:
-    problem = _Problem(q, k, cos, q, k)
+    problem = _Problem(q, k, cos, flags[0], q, k)
     qo, ko, *rstd = results
     rotate[(problem.M,)](
         *problem.tensors, qo, None if k is None else ko, cos.contiguous(), sin.contiguous(),
@@ -159,7 +176,7 @@ def _backward(
     gq, gk, gqw, gkw = results = _fake_backward(dq, dk, q, k, cos, sin, q_weight, k_weight)
     if gq.numel() + gk.numel() == 0:
         return gq, gk, gqw.zero_(), gkw.zero_()
-    problem = _Problem(q, k, cos, dq, dk, q, k)
+    problem = _Problem(q, k, cos, interleaved, dq, dk, q, k)
     shape = problem.shape
     resident = 2048 // shape.registers // shape.warps * multiprocessors(q)  # that registers allow
     for_k = min(problem.M, max(resident * problem.G // (problem.H + problem.G), min(problem.G, 1)))
@@ -255,6 +272,8 @@ def configurations() -> Iterator[Configuration]:
         yield from _describe(32, 8, 64, 0, bf16, "interleaved", normed)
         yield from _describe(16, 16, 32, 0, fp32, "half", normed)
         yield from _describe(16, 4, 32, 64, bf16, "half", normed)
+        yield from _describe(16, 2, 32, 192, bf16, "half", normed)
+        yield from _describe(32, 32, 16, 48, bf16, "interleaved", normed)
         yield from _describe(8, 1, 128, 0, bf16, "interleaved", normed)
     yield from _describe(4, 2, 16, 0, fp32, "interleaved", True)
     yield from _describe(12, 0, 64, 0, bf16, "half", False)
@@ -263,7 +282,8 @@ def configurations() -> Iterator[Configuration]:
 def _describe(
     H: int, G: int, F: int, tail: int, dtype: torch.dtype, layout: str, normed: bool
 ) -> Iterator[Configuration]:
-    shape = tile_shape(H, G, F, tail)
+    interleaved = layout == "interleaved"
+    shape, on_amd = (tile_shape(H, G, F, tail, dtype, interleaved, n) for n in (32, 64))
     x, single = "*" + TYPE_NAMES[dtype], "*fp32"
     q_strides = dict.fromkeys(("q_b", "q_t", "q_h", "k_b", "k_t", "k_h"), "i32")
     dq_strides = dict.fromkeys(("dq_b", "dq_t", "dq_h", "dk_b", "dk_t", "dk_h"), "i32")
@@ -274,12 +294,11 @@ def _describe(
     name = f"{H}+{G} heads {2 * F}+{tail} {names} {layout}" + " with norm" * normed
     sizes = {"H": H, "G": G, "F": F, "TAIL": tail, "UNIT": 8}
     tiles = {"HEADS_Q": shape.heads_q, "HEADS_K": shape.heads_k, "BLOCK": shape.block}
-    constants = {**sizes, **tiles, "BLOCK_TAIL": shape.block_tail, "CAST_FIRST": False}
-    constants["INTERLEAVED"] = layout == "interleaved"
+    constants = {**sizes, **tiles, "CAST_FIRST": False}
+    constants["INTERLEAVED"] = interleaved
     pointers = {n: x for n in ("Q", "K", "QO", "KO") if n not in absent} | tables | weights
-    # Threads have less than 128 bits each of a few narrow heads, and of tables, weights and rstd.
-    full = not tail and min(shape.heads_q, shape.heads_k) * shape.block == 256 * shape.warps
-    narrow = 10 if normed else 2
+    # Of tables, of which a token has one row, and of rstd.
+    narrow = 8 if normed else 2
     backwards = not normed and layout == "half"
     for back in (False, True) if backwards else (False,):
         yield Configuration(
@@ -292,7 +311,8 @@ def _describe(
             num_stages=1,
             registers=shape.registers,
             launch_warps=True,
-            wide_loads=full,
+            of_64_lanes={"HEADS_Q": on_amd.heads_q, "HEADS_K": on_amd.heads_k},
+            wide_loads=True,
             narrow_loads=narrow,
         )
     if normed:
@@ -316,6 +336,7 @@ def _describe(
             num_stages=1,
             registers=shape.registers,
             launch_warps=True,
-            wide_loads=full,
+            of_64_lanes={"HEADS_Q": on_amd.heads_q, "HEADS_K": on_amd.heads_k},
+            wide_loads=True,
             narrow_loads=narrow,
         )

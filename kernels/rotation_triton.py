@@ -3,6 +3,7 @@
 A program takes one token: all heads of the queries, then of the keys, HEADS at a time, with one row
 of cosines and sines. A head has F pairs of channels (u, v) and TAIL channels that are not rotated;
 with weights it is normalised first. H and G heads, F and TAIL are constants of compiled kernels.
+The tail is taken in pieces as wide as what is loaded of the pairs, so that threads keep their heads.
 """
 
 # mypy: ignore-errors
@@ -40,6 +41,32 @@ def _store(Y, u, v, heads, real, F: tl.constexpr, BLOCK: tl.constexpr, INTERLEAV
 
 
 @triton.jit
+def _load_tail(
+    X, real, F: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """The channels that are not rotated, in pieces."""
+    WIDE: tl.constexpr = 2 * BLOCK if INTERLEAVED else BLOCK
+    c = tl.arange(0, WIDE)[None, :]
+    pieces = ()
+    for i in tl.static_range((TAIL + WIDE - 1) // WIDE):
+        at = X + 2 * F + i * WIDE + c
+        pieces = pieces + (tl.load(at, real & (c < TAIL - i * WIDE), other=0.0),)
+    return pieces
+
+
+@triton.jit
+def _store_tail(
+    Y, pieces, real, F: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    WIDE: tl.constexpr = 2 * BLOCK if INTERLEAVED else BLOCK
+    c = tl.arange(0, WIDE)[None, :]
+    for i in tl.static_range(len(pieces)):
+        at = Y + 2 * F + i * WIDE + c
+        tl.store(at, pieces[i].to(Y.dtype.element_ty), real & (c < TAIL - i * WIDE))
+
+
+@triton.jit
 def _scaled(x, rstd, w, dtype: tl.constexpr, CAST_FIRST: tl.constexpr):
     """x · rstd · w, rounded as `rms_norm` rounds it."""
     x = x * rstd
@@ -52,36 +79,37 @@ def _scaled(x, rstd, w, dtype: tl.constexpr, CAST_FIRST: tl.constexpr):
 def _rotate_heads(
     X, Y, W, RSTD, x_h, cos, sin, eps,
     N: tl.constexpr, F: tl.constexpr, TAIL: tl.constexpr, UNIT: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_TAIL: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr, CAST_FIRST: tl.constexpr,
 ):  # fmt: skip
     """All N heads of one token."""
     dtype: tl.constexpr = Y.dtype.element_ty
-    c = tl.arange(0, BLOCK_TAIL)[None, :]
     for start in range(0, N, HEADS):
         head = start + tl.arange(0, HEADS)
         real = (head < N)[:, None]
         at = X + (head.to(tl.int64) * x_h * UNIT)[:, None]
         to = Y + (head * (2 * F + TAIL))[:, None]
         u, v = _load(at, HEADS, real, F, BLOCK, INTERLEAVED)
-        if TAIL > 0:
-            tail = tl.load(at + 2 * F + c, real & (c < TAIL), other=0.0)
+        tail = _load_tail(at, real, F, TAIL, BLOCK, INTERLEAVED)
         if W is not None:
             squares = tl.sum(u * u + v * v, 1)
-            if TAIL > 0:
-                squares += tl.sum(tail.to(tl.float32) * tail.to(tl.float32), 1)
+            for i in tl.static_range(len(tail)):
+                squares += tl.sum(tail[i].to(tl.float32) * tail[i].to(tl.float32), 1)
             rstd = tl.rsqrt(squares / (2 * F + TAIL) + eps)
             tl.store(RSTD + head, rstd, head < N)
             rstd = rstd[:, None]
-            wu, wv = _load(W + tl.zeros((1, 1), tl.int32), 1, True, F, BLOCK, INTERLEAVED)
+            weights = W + tl.zeros((HEADS, 1), tl.int32)  # each thread loads what it needs
+            wu, wv = _load(weights, HEADS, True, F, BLOCK, INTERLEAVED)
             u = _scaled(u, rstd, wu, dtype, CAST_FIRST)
             v = _scaled(v, rstd, wv, dtype, CAST_FIRST)
-            if TAIL > 0:
-                wt = tl.load(W + 2 * F + c, c < TAIL, other=0.0).to(tl.float32)
-                tail = _scaled(tail.to(tl.float32), rstd, wt, dtype, CAST_FIRST).to(dtype)
+            wt = _load_tail(weights, True, F, TAIL, BLOCK, INTERLEAVED)
+            scaled = ()
+            for i in tl.static_range(len(tail)):
+                x, w = tail[i].to(tl.float32), wt[i].to(tl.float32)
+                scaled = scaled + (_scaled(x, rstd, w, dtype, CAST_FIRST),)
+            tail = scaled
         _store(to, u * cos - v * sin, v * cos + u * sin, HEADS, real, F, BLOCK, INTERLEAVED)
-        if TAIL > 0:
-            tl.store(to + 2 * F + c, tail, real & (c < TAIL))
+        _store_tail(to, tail, real, F, TAIL, BLOCK, INTERLEAVED)
 
 
 @triton.jit
@@ -99,7 +127,7 @@ def rotate(
     Q, K, QO, KO, COS, SIN, QW, KW, QR, KR,
     q_b, q_t, q_h, k_b, k_t, k_h, table, T, eps,
     H: tl.constexpr, G: tl.constexpr, F: tl.constexpr, TAIL: tl.constexpr, UNIT: tl.constexpr,
-    HEADS_Q: tl.constexpr, HEADS_K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_TAIL: tl.constexpr,
+    HEADS_Q: tl.constexpr, HEADS_K: tl.constexpr, BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr, CAST_FIRST: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
     """Rotate forth, or `BACK`; strides are in units of UNIT elements, so that it divides them."""
@@ -111,12 +139,12 @@ def rotate(
     t = token % T
     _rotate_heads(
         Q + (b * q_b + t * q_t) * UNIT, QO + token * (H * (2 * F + TAIL)), QW, QR + token * H,
-        q_h, cos, sin, eps, H, F, TAIL, UNIT, HEADS_Q, BLOCK, BLOCK_TAIL, INTERLEAVED, CAST_FIRST,
+        q_h, cos, sin, eps, H, F, TAIL, UNIT, HEADS_Q, BLOCK, INTERLEAVED, CAST_FIRST,
     )  # fmt: skip
     if K is not None:
         _rotate_heads(
             K + (b * k_b + t * k_t) * UNIT, KO + token * (G * (2 * F + TAIL)), KW, KR + token * G,
-            k_h, cos, sin, eps, G, F, TAIL, UNIT, HEADS_K, BLOCK, BLOCK_TAIL, INTERLEAVED,
+            k_h, cos, sin, eps, G, F, TAIL, UNIT, HEADS_K, BLOCK, INTERLEAVED,
             CAST_FIRST,
         )  # fmt: skip
 
@@ -133,13 +161,12 @@ def _weighed(g, normal, dtype: tl.constexpr, CAST_FIRST: tl.constexpr):
 def _heads_backward(
     DY, X, DX, W, RSTD, dy_h, x_h, cos, sin, wu_grad, wv_grad, wt_grad,
     N: tl.constexpr, F: tl.constexpr, TAIL: tl.constexpr, UNIT: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_TAIL: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr, CAST_FIRST: tl.constexpr,
 ):  # fmt: skip
     """All N heads of one token: rotate back, then the gradient of the norm."""
     dtype: tl.constexpr = DX.dtype.element_ty
-    c = tl.arange(0, BLOCK_TAIL)[None, :]
-    wu, wv = _load(W + tl.zeros((1, 1), tl.int32), 1, True, F, BLOCK, INTERLEAVED)
+    weights = W + tl.zeros((HEADS, 1), tl.int32)  # each thread loads what it needs
     for start in range(0, N, HEADS):
         head = start + tl.arange(0, HEADS)
         real = (head < N)[:, None]
@@ -153,23 +180,30 @@ def _heads_backward(
         v *= rstd
         wu_grad += _weighed(gu, u, dtype, CAST_FIRST)
         wv_grad += _weighed(gv, v, dtype, CAST_FIRST)
+        wu, wv = _load(weights, HEADS, True, F, BLOCK, INTERLEAVED)
         gu *= wu
         gv *= wv
         along = tl.sum(gu * u + gv * v, 1)
-        if TAIL > 0:
-            inside = real & (c < TAIL)
-            g = tl.load(dy_at + 2 * F + c, inside, other=0.0).to(tl.float32)
-            tail = tl.load(x_at + 2 * F + c, inside, other=0.0).to(tl.float32) * rstd
-            wt_grad += _weighed(g, tail, dtype, CAST_FIRST)
-            g *= tl.load(W + 2 * F + c, c < TAIL, other=0.0).to(tl.float32)
-            along += tl.sum(g * tail, 1)
+        g_tail = _load_tail(dy_at, real, F, TAIL, BLOCK, INTERLEAVED)
+        tail = _load_tail(x_at, real, F, TAIL, BLOCK, INTERLEAVED)
+        wt = _load_tail(weights, True, F, TAIL, BLOCK, INTERLEAVED)
+        slopes, normal, sums = (), (), ()
+        for i in tl.static_range(len(tail)):
+            g, x = g_tail[i].to(tl.float32), tail[i].to(tl.float32) * rstd
+            sums = sums + (wt_grad[i] + _weighed(g, x, dtype, CAST_FIRST),)
+            g *= wt[i].to(tl.float32)
+            along += tl.sum(g * x, 1)
+            slopes, normal = slopes + (g,), normal + (x,)
+        wt_grad = sums
         along = (along / (2 * F + TAIL))[:, None]
         to = DX + (head * (2 * F + TAIL))[:, None]
         gu = (gu - u * along) * rstd
         gv = (gv - v * along) * rstd
         _store(to, gu, gv, HEADS, real, F, BLOCK, INTERLEAVED)
-        if TAIL > 0:
-            tl.store(to + 2 * F + c, ((g - tail * along) * rstd).to(dtype), inside)
+        grads = ()
+        for i in tl.static_range(len(tail)):
+            grads = grads + ((slopes[i] - normal[i] * along) * rstd,)
+        _store_tail(to, grads, real, F, TAIL, BLOCK, INTERLEAVED)
     return wu_grad, wv_grad, wt_grad
 
 
@@ -177,14 +211,17 @@ def _heads_backward(
 def _tokens_backward(
     DY, X, DX, COS, SIN, W, RSTD, DW, dy_b, dy_t, dy_h, x_b, x_t, x_h, table, T, M, first, step,
     N: tl.constexpr, F: tl.constexpr, TAIL: tl.constexpr, UNIT: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_TAIL: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr, CAST_FIRST: tl.constexpr,
 ):  # fmt: skip
     """The tokens first, first + step, ...; the gradient of the weight stays in registers, and is
     stored as that of all u, all v, and the tail."""
     u_grad = tl.zeros((HEADS, BLOCK), tl.float32)
     v_grad = tl.zeros((HEADS, BLOCK), tl.float32)
-    t_grad = tl.zeros((HEADS, BLOCK_TAIL), tl.float32)
+    WIDE: tl.constexpr = 2 * BLOCK if INTERLEAVED else BLOCK
+    t_grad = ()
+    for _ in tl.static_range((TAIL + WIDE - 1) // WIDE):
+        t_grad = t_grad + (tl.zeros((HEADS, WIDE), tl.float32),)
     for index in range(first, M, step):
         token = index * tl.full((), 1, tl.int64)
         cos, sin = _angles(COS, SIN, token, T, table, F, BLOCK)
@@ -194,15 +231,15 @@ def _tokens_backward(
             DY + (b * dy_b + t * dy_t) * UNIT, X + (b * x_b + t * x_t) * UNIT,
             DX + token * (N * (2 * F + TAIL)), W, RSTD + token * N, dy_h, x_h, cos, sin,
             u_grad, v_grad, t_grad,
-            N, F, TAIL, UNIT, HEADS, BLOCK, BLOCK_TAIL, INTERLEAVED, CAST_FIRST,
+            N, F, TAIL, UNIT, HEADS, BLOCK, INTERLEAVED, CAST_FIRST,
         )  # fmt: skip
     share = DW + tl.program_id(0).to(tl.int64) * (2 * F + TAIL)
     f = tl.arange(0, BLOCK)
     tl.store(share + f, tl.sum(u_grad, 0), f < F)
     tl.store(share + F + f, tl.sum(v_grad, 0), f < F)
-    if TAIL > 0:
-        c = tl.arange(0, BLOCK_TAIL)
-        tl.store(share + 2 * F + c, tl.sum(t_grad, 0), c < TAIL)
+    for i in tl.static_range(len(t_grad)):
+        c = i * WIDE + tl.arange(0, WIDE)
+        tl.store(share + 2 * F + c, tl.sum(t_grad[i], 0), c < TAIL)
 
 
 @triton.jit(
@@ -215,7 +252,7 @@ def rotate_norm_backward(
     DQ, DK, Q, K, GQ, GK, COS, SIN, QW, KW, QR, KR, DW,
     dq_b, dq_t, dq_h, dk_b, dk_t, dk_h, q_b, q_t, q_h, k_b, k_t, k_h, table, T, M, programs,
     H: tl.constexpr, G: tl.constexpr, F: tl.constexpr, TAIL: tl.constexpr, UNIT: tl.constexpr,
-    HEADS_Q: tl.constexpr, HEADS_K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_TAIL: tl.constexpr,
+    HEADS_Q: tl.constexpr, HEADS_K: tl.constexpr, BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr, CAST_FIRST: tl.constexpr,
 ):  # fmt: skip
     """M tokens, each program some at regular distances; the first `programs` take the queries."""
@@ -224,11 +261,11 @@ def rotate_norm_backward(
         _tokens_backward(
             DQ, Q, GQ, COS, SIN, QW, QR, DW, dq_b, dq_t, dq_h, q_b, q_t, q_h, table, T, M,
             first, programs,
-            H, F, TAIL, UNIT, HEADS_Q, BLOCK, BLOCK_TAIL, INTERLEAVED, CAST_FIRST,
+            H, F, TAIL, UNIT, HEADS_Q, BLOCK, INTERLEAVED, CAST_FIRST,
         )  # fmt: skip
     else:
         _tokens_backward(
             DK, K, GK, COS, SIN, KW, KR, DW, dk_b, dk_t, dk_h, k_b, k_t, k_h, table, T, M,
             first - programs, tl.num_programs(0) - programs,
-            G, F, TAIL, UNIT, HEADS_K, BLOCK, BLOCK_TAIL, INTERLEAVED, CAST_FIRST,
+            G, F, TAIL, UNIT, HEADS_K, BLOCK, INTERLEAVED, CAST_FIRST,
         )  # fmt: skip

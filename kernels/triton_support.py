@@ -4,7 +4,7 @@ configuration of a kernel is described to the checks that compile it for GPUs th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -156,6 +156,7 @@ class Configuration(NamedTuple):
     num_stages: int = 3
     registers: int | None = None  # a limit, on NVIDIA
     launch_warps: bool = False  # whether a launch takes `launch_warps(num_warps)`
+    of_64_lanes: Mapping[str, Any] = {}  # constants that differ where a warp has 64 threads
     wide_loads: bool = False  # all loads but `narrow_loads` of them must be of 128 bits
     narrow_loads: int = 0  # loads of single values, in the text of the compiled program
     matrix: bool = False  # the chip's matrix instructions must be used

@@ -285,7 +285,8 @@ def test_bytes(normed, layout):
         torch.autograd.grad(outputs, leaves, upstream)
     assert moved.read == pair * (1 + normed) + table + weights + rstd
     shares = moved.written - pair
-    shape = launches.tile_shape(H, G, R // 2, D - R)
+    sizes = (H, G, R // 2, D - R)
+    shape = launches.tile_shape(*sizes, torch.bfloat16, layout == "interleaved", 32)
     programs = 2048 // shape.registers // shape.warps
     assert shares == (programs * D * 4 if normed else 0)
 

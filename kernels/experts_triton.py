@@ -252,7 +252,6 @@ def _configuration(
     matrix = kernel is not combine_kernel and (dtype != torch.float32 or how == "tf32")
     shape = "x".join(str(size) for size in (tile.BM, tile.BN, tile.BK) if size)
     kind = TYPE_NAMES[dtype] if dtype != torch.float32 else f"fp32 {how}"
-    wide = C % 8 == 0 and how != "tf32"  # TF32 has to turn operands around, number by number
     return Configuration(
         kernel,
         f"experts {about} {shape} C={C} {kind}",
@@ -261,7 +260,7 @@ def _configuration(
         tuple(n for n, kind in signature.items() if kind.startswith("*")),
         tile.warps,
         tile.stages,
-        wide_loads=wide,
+        wide_loads=C % 8 == 0,
         narrow_loads=64 if kernel is activation_grad_kernel else 32,  # of rows' places and weights
         matrix=matrix,
     )

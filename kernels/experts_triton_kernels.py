@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from brickwork.kernels.tf32_triton import turned
+
 
 @triton.jit
 def _dot(a, b, sums, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
@@ -110,6 +112,8 @@ def rows_kernel(
         inside = i < I - at
         w = tl.load(a, (j < left)[:, None] & inside[None, :], other=0.0)
         x = tl.load(b, inside[:, None] & (r < count)[None, :], other=0.0)
+        if WJ == 1:
+            w = turned(w, PRECISION)
         sums = _dot(w, x, sums, PRECISION, INTERPRETED)
         a += BK * WI
         b += BK
@@ -141,6 +145,8 @@ def activation_grad_kernel(
         inside = c < C - at
         w = tl.load(a, (f < left)[:, None] & inside[None, :], other=0.0)
         dy = tl.load(b, inside[:, None] & (r < count)[None, :], other=0.0)
+        if WF == 1:
+            w = turned(w, PRECISION)
         grad = _dot(w, dy, grad, PRECISION, INTERPRETED)
         a += BK * WC
         b += BK
@@ -193,6 +199,7 @@ def weight_grad_kernel(
             b = (RIGHT + column + token * J)[:, None] + j[None, :]
         left = tl.load(a, mine[None, :] & (i < I - row)[:, None], other=0.0)
         right = tl.load(b, mine[:, None] & (j < J - column)[None, :], other=0.0)
+        left, right = turned(left, PRECISION), turned(right, PRECISION)
         sums = _dot(left, right, sums, PRECISION, INTERPRETED)
     out = OUT + e * OE + row * J + column + (i[:, None] * J + j[None, :])
     tl.store(out, sums.to(OUT.dtype.element_ty), (i < I - row)[:, None] & (j < J - column)[None, :])

@@ -3,7 +3,7 @@
 A program takes one token: all heads of the queries, then of the keys, HEADS at a time, with one row
 of cosines and sines. A head has F pairs of channels (u, v) and TAIL channels that are not rotated;
 with weights it is normalised first. H and G heads, F and TAIL are constants of compiled kernels.
-The tail is taken in pieces as wide as what is loaded of the pairs, so that threads keep their heads.
+The tail is taken in pieces as wide as loads of the pairs, so that threads keep their heads.
 """
 
 # mypy: ignore-errors

@@ -246,6 +246,14 @@ _SINGLE_LOADS = {
     "ssd_states": 40,
     "ssd_carry": 8,
 }
+_SINGLE_LOADS_TF32 = {  # whose tiles have more of them
+    "ssd_pairs": 8,
+    "ssd_outputs": 42,
+    "ssd_input_gradients": 45,
+    "ssd_pair_gradients": 26,
+    "ssd_vector_gradients": 31,
+    "ssd_states": 76,
+}
 
 
 def _configuration(
@@ -260,7 +268,9 @@ def _configuration(
     even = strides | {"P", "N", "size"}
     aligned = [n for n, t in signature.items() if t.startswith("*") or n in even]
     warps, stages, registers = resources_of(kernel.__name__, precision)
-    tiled = precision != "tf32" and constants.get("ROWS", 64) >= 32
+    # Of float16 that becomes TF32 some tiles are loaded 64 bits at a time.
+    tiled = constants.get("ROWS", 64) >= 32 and kind != "fp16"
+    single = _SINGLE_LOADS | (_SINGLE_LOADS_TF32 if precision == "tf32" else {})
     return Configuration(
         kernel,
         f"ssd_scan {name}",
@@ -271,7 +281,7 @@ def _configuration(
         launch_warps=True,
         num_stages=stages,
         registers=registers,
-        wide_loads=tiled and kernel.__name__ in _SINGLE_LOADS,
-        narrow_loads=_SINGLE_LOADS.get(kernel.__name__, 0),
+        wide_loads=tiled and kernel.__name__ in single,
+        narrow_loads=single.get(kernel.__name__, 0),
         matrix="PRECISION" in constants and precision != "ieee" and constants["ROWS"] == 64,
     )

@@ -27,6 +27,7 @@ from brickwork.kernels.ssd_scan_triton_forward import (
     sigmoid,
     take,
 )
+from brickwork.kernels.tf32_triton import turned
 
 
 @triton.jit
@@ -86,7 +87,7 @@ def ssd_input_gradients(
         decay = decays(exponent, after[None, :], rows[:, None], reach[None, :])
         decay *= tl.load(from_pairs + after[None, :] * Q + rows[:, None])
         upstream = take(from_dy, after, dy_t, columns, real_i, P)
-        within = product(decay, upstream, within, PRECISION)
+        within = product(decay, turned(upstream, PRECISION), within, PRECISION)
 
     value = take(from_x, rows, x_t, columns, real, P).to(tl.float32)
     upstream = take(from_dy, rows, dy_t, columns, real, P).to(tl.float32)
@@ -206,9 +207,9 @@ def ssd_vector_gradients(
             weight = tl.load(from_pairs + rows[:, None] * Q + others[None, :])
         else:
             weight = tl.load(from_pairs + others[None, :] * Q + rows[:, None])
-        total = product(
-            weight, take(from_other, others, other_t, columns, real_j, N), total, PRECISION
-        )
+            weight = turned(weight, PRECISION)
+        vectors = turned(take(from_other, others, other_t, columns, real_j, N), PRECISION)
+        total = product(weight, vectors, total, PRECISION)
     each = (K + splits - 1) // splits
     for k in range(split * each, tl.minimum(split * each + each, K)):
         h = g * K + k
@@ -219,7 +220,7 @@ def ssd_vector_gradients(
         for p in range(0, P, BP):
             at = p + tl.arange(0, BP)
             value = take(from_values, rows, values_t, at, real, P)
-            state = take(from_state, at, N, columns, at < P, N)
+            state = turned(take(from_state, at, N, columns, at < P, N), PRECISION)
             added = product(value, state, added, PRECISION)
         sums, lost = tl.load(high + row + rows), tl.load(low + row + rows)
         if OF_C:

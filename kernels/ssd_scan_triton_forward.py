@@ -19,12 +19,11 @@ that comes first; otherwise this is 0. A chunk has
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+from brickwork.kernels.tf32_triton import INTERPRETED, turned
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -327,7 +326,7 @@ def ssd_outputs(
         weight *= tl.load(from_pairs + rows[:, None] * Q + before[None, :])
         weight *= tl.load(steps + row + before)[None, :]
         value = take(from_x, before, x_t, columns, real_j, P)
-        total = product(weight, value, total, PRECISION)
+        total = product(weight, turned(value, PRECISION), total, PRECISION)
     if D is not None:
         skip = tl.load(D + h * D_h + columns * D_p, columns < P, other=0.0).to(tl.float32)
         total += skip[None, :] * take(from_x, rows, x_t, columns, real, P).to(tl.float32)

@@ -16,7 +16,7 @@ B batch, T tokens, C channels, W width of the filters.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from brickwork.kernels.triton_support import (
     TYPE_NAMES,
     Configuration,
     cdiv,
+    lanes,
     launch_warps,
     next_power_of_2,
 )
@@ -36,7 +37,6 @@ from brickwork.kernels.triton_support import unavailable_here as unavailable_her
 
 _TOKENS = 16  # least that a program walks along
 _PROGRAMS = 8  # wanted for each multiprocessor
-_UNROLL = 4  # tokens whose loads are in flight together
 
 
 def causal_conv1d_triton(
@@ -76,13 +76,13 @@ def _forward(
         return y
     x = _dense(x)
     (batch, tokens, channels), width = x.shape, weight.shape[1]
-    block, warps = _shape_of_forward(channels, width, x.dtype)
-    per_program = _tokens_per_program(x, block)
-    grid = (batch * cdiv(tokens, per_program) * cdiv(channels, block),)
+    tile = _forward_tile(channels, width, x.dtype, lanes())
+    per_program = _tokens_per_program(x, tile.block)
+    grid = (batch * cdiv(tokens, per_program) * cdiv(channels, tile.block),)
     forward_kernel[grid](
         x, *_small(weight, bias, initial_state, order, count, starts), y, x.stride(0), x.stride(1),
-        tokens, channels, per_program, WIDTH=width, SILU=silu, REVERSE=reverse, UNROLL=_UNROLL,
-        BLOCK=block, num_warps=launch_warps(warps),
+        tokens, channels, per_program, WIDTH=width, SILU=silu, REVERSE=reverse, UNROLL=tile.unroll,
+        BLOCK=tile.block, num_warps=launch_warps(tile.warps),
     )  # fmt: skip
     return y
 
@@ -100,15 +100,15 @@ def _backward(
         return grads
     x, dy = _dense(x), _dense(dy)
     (batch, tokens, channels), width = x.shape, weight.shape[1]
-    block, warps = _shape_of_backward(channels, width, x.dtype)
-    per_program = _tokens_per_program(x, block)
+    tile = _backward_tile(channels, width, x.dtype, lanes())
+    per_program = _tokens_per_program(x, tile.block)
     rows = batch * cdiv(tokens, per_program)
     sums = torch.empty(rows, width + 1, channels, dtype=torch.float32, device=x.device)
-    backward_kernel[(rows * cdiv(channels, block),)](
+    backward_kernel[(rows * cdiv(channels, tile.block),)](
         dy, x, *_small(weight, bias, initial_state, order, count, starts), dx,
         dinitial.mT if initial_state is not None else None, sums, dy.stride(0), dy.stride(1),
         x.stride(0), x.stride(1), tokens, channels, per_program, WIDTH=width, SILU=silu,
-        REVERSE=reverse, UNROLL=_UNROLL, BLOCK=block, num_warps=launch_warps(warps),
+        REVERSE=reverse, UNROLL=tile.unroll, BLOCK=tile.block, num_warps=launch_warps(tile.warps),
     )  # fmt: skip
     total = sums.sum(0)
     dweight.copy_(total[:width].mT)
@@ -195,19 +195,30 @@ _forward_op = triton_support.register(
 _backward_op = triton_support.register("causal_conv1d_triton_backward", _backward, _fake_backward)
 
 
-def _shape_of_forward(channels: int, width: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Channels of a program and its warps: loads of 128 bits up to width 4."""
-    return _shape(channels, min(16 // dtype.itemsize, 8 if width <= 4 else 4))
+class Tile(NamedTuple):
+    """Channels of a program, its warps, and tokens whose loads are in flight together."""
+
+    block: int
+    warps: int
+    unroll: int
 
 
-def _shape_of_backward(channels: int, width: int, dtype: torch.dtype) -> tuple[int, int]:
-    """The same; narrower loads of 16-bit numbers, so that sums and window fit the registers."""
-    return _shape(channels, 4 if width <= 4 else 2)
+def _forward_tile(channels: int, width: int, dtype: torch.dtype, lanes: int) -> Tile:
+    """Loads of 128 bits."""
+    a_thread = 16 // dtype.itemsize
+    return _tile(channels, a_thread, lanes, 4 if a_thread * width <= 32 else 2)
 
 
-def _shape(channels: int, a_thread: int) -> tuple[int, int]:
-    block = min(max(next_power_of_2(channels), 32 * a_thread), 128 * a_thread)
-    return block, block // (32 * a_thread)
+def _backward_tile(channels: int, width: int, dtype: torch.dtype, lanes: int) -> Tile:
+    """Loads of 128 bits; of 64 for 16-bit numbers in filters wider than 4, whose sums would not
+    fit the registers."""
+    a_thread = 4 if width > 4 else 16 // dtype.itemsize
+    return _tile(channels, a_thread, lanes, 4 if a_thread * width <= 16 else 2)
+
+
+def _tile(channels: int, a_thread: int, lanes: int, unroll: int) -> Tile:
+    block = min(max(next_power_of_2(channels), lanes * a_thread), 128 * a_thread)
+    return Tile(block, block // (32 * a_thread), unroll)
 
 
 def _tokens_per_program(x: Tensor, block: int) -> int:
@@ -233,6 +244,12 @@ def configurations() -> Iterator[Configuration]:
         (torch.float16, 4096, 4, {"BIAS"}, True),
         (torch.bfloat16, 4096, 1, set(), False),
         (torch.bfloat16, 4096, 4, every, False),
+        (torch.float16, 4096, 4, every, False),
+        (torch.bfloat16, 96, 4, every, True),
+        (torch.float16, 96, 4, every, True),
+        (torch.bfloat16, 96, 8, every, True),
+        (torch.bfloat16, 4096, 8, every, True),
+        (torch.float32, 96, 8, every, True),
         (torch.float32, 4096, 4, every, True),
         (torch.float32, 4096, 8, every, True),
     ]
@@ -240,28 +257,30 @@ def configurations() -> Iterator[Configuration]:
         options = " all options" if given == every else ""
         name = f"{channels} channels, width {width}, {TYPE_NAMES[dtype]}{options}"
         for kernel, shape in (
-            (forward_kernel, _shape_of_forward),
-            (backward_kernel, _shape_of_backward),
+            (forward_kernel, _forward_tile),
+            (backward_kernel, _backward_tile),
         ):
-            block, warps = shape(channels, width, dtype)
+            tile, of_64 = (shape(channels, width, dtype, n) for n in (32, 64))
             direction = kernel.__name__.removesuffix("_kernel")
             yield Configuration(
                 kernel,
                 f"causal_conv1d {direction}, {name}",
-                *_arguments(kernel, dtype, given, width, reverse, block),
-                num_warps=warps,
+                *_arguments(kernel, dtype, given, width, reverse, tile),
+                num_warps=tile.warps,
                 launch_warps=True,
-                wide_loads=given != every and block * dtype.itemsize >= 512 * max(warps, 2),
+                of_64_lanes={"BLOCK": of_64.block},
+                wide_loads=kernel is forward_kernel or width <= 4 or dtype == torch.float32,
+                narrow_loads=24 if given == every else 0,  # of places, counts and starts
             )
 
 
 def _arguments(
-    kernel: Any, dtype: torch.dtype, given: set[str], width: int, reverse: bool, block: int
+    kernel: Any, dtype: torch.dtype, given: set[str], width: int, reverse: bool, tile: Tile
 ) -> tuple[dict[str, str], dict[str, Any], tuple[str, ...]]:
     types = {"WEIGHT": "*fp32", "BIAS": "*fp32", "ORDER": "*i64", "COUNT": "*i64"}
     types |= {"STARTS": "*u8", "SUMS": "*fp32"}
     constants: dict[str, Any] = {"WIDTH": width, "SILU": True, "REVERSE": reverse}
-    constants |= {"UNROLL": _UNROLL, "BLOCK": block}
+    constants |= {"UNROLL": tile.unroll, "BLOCK": tile.block}
     optional = {"BIAS", "INITIAL", "ORDER", "COUNT", "STARTS"}
     if "INITIAL" not in given:
         constants["DINITIAL"] = None

@@ -3,7 +3,8 @@
 """The kernels of `causal_conv1d_triton`.
 
 s is a place in scan order, t the token there, c the channels of a program. A window is a tuple of
-the WIDTH - 1 tokens in front, the nearest last, in float32.
+the WIDTH - 1 tokens in front, the nearest last; where registers are scarce they stay as they are
+stored.
 """
 
 from __future__ import annotations
@@ -44,15 +45,23 @@ def _before(
         s = begin - (WIDTH - 1) + i
         inside = (s >= 0) & (s < count)
         t = _token(ORDER, b, s, tokens, REVERSE)
-        tap = tl.load(X + t * x_token + c, mask=inside & (c < channels), other=0.0).to(tl.float32)
+        tap = tl.load(X + t * x_token + c, mask=inside & (c < channels), other=0.0)
         if INITIAL is not None:
             at = INITIAL + (b * (WIDTH - 1) + s + (WIDTH - 1)) * channels + c
-            tap += tl.load(at, mask=(s < 0) & (c < channels), other=0.0).to(tl.float32)
+            tap = tl.where(s < 0, tl.load(at, mask=(s < 0) & (c < channels), other=0.0), tap)
         if STARTS is not None:
             start = tl.load(STARTS + b * tokens + t, mask=inside, other=0) != 0
             window = _cut(window, start)
         window = window + (tap,)
     return window
+
+
+@triton.jit
+def _converted(window, dtype: tl.constexpr):
+    kept = ()
+    for i in tl.static_range(len(window)):
+        kept = kept + (window[i].to(dtype),)
+    return kept
 
 
 @triton.jit
@@ -73,7 +82,7 @@ def _filter(WEIGHT, BIAS, c, channels, WIDTH: tl.constexpr):
 def _convolve(taps, weights, bias):
     sum = bias
     for k in tl.static_range(len(taps)):
-        sum += taps[k] * weights[k]
+        sum += taps[k].to(tl.float32) * weights[k]
     return sum
 
 
@@ -96,6 +105,8 @@ def forward_kernel(
     window = _before(
         X, INITIAL, ORDER, STARTS, b, begin, count, tokens, x_token, c, channels, WIDTH, REVERSE
     )
+    kept: tl.constexpr = tl.float32 if WIDTH <= 4 else X.dtype.element_ty
+    window = _converted(window, kept)
     for first in range(begin, end, UNROLL):
         rows, places = (), ()
         for j in tl.static_range(UNROLL):
@@ -110,7 +121,7 @@ def forward_kernel(
                 inside = (s < end) & (s < count)
                 start = tl.load(STARTS + b * tokens + places[j], mask=inside, other=0) != 0
                 window = _cut(window, start)
-            taps = window + (rows[j].to(tl.float32),)
+            taps = window + (rows[j].to(kept),)
             y = _convolve(taps, weights, bias)
             if SILU:
                 y = y * tl.sigmoid(y)
@@ -167,7 +178,7 @@ def backward_kernel(
                 for i in tl.static_range(WIDTH - 1):
                     kept = kept + (linked[i] & (start == 0),)
                 linked = kept
-            taps = window + (rows[j].to(tl.float32),)
+            taps = window + (rows[j],)
             slope = slopes[j].to(tl.float32)
             if SILU:
                 y = _convolve(taps, weights, bias)
@@ -177,7 +188,7 @@ def backward_kernel(
             dbias += own
             grads, sums = (), ()
             for k in tl.static_range(WIDTH):
-                sums = sums + (dweight[k] + own * taps[k],)
+                sums = sums + (dweight[k] + own * taps[k].to(tl.float32),)
                 part = slope * weights[k]
                 if k == WIDTH - 1:
                     grads = grads + (part,)

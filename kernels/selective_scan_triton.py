@@ -202,6 +202,7 @@ def configurations() -> Iterator[Configuration]:
         (backward_summary_kernel, "backward summary", [(*fp32, 32), (*fp32, 64), (*bf16, 64)]),
     ):
         for dtype, given, block in cases:
+            of_64 = max(block, 64) if kernel is forward_kernel else 2 * block
             options = "all options" if given == every else "no padding"
             name = f"{label}, {block} channels, {TYPE_NAMES[dtype]}, {options}"
             types = dict.fromkeys(("X", "DELTA", "Z", "Y", "DY", "DX", "DDELTA", "DZ"), dtype)
@@ -220,8 +221,10 @@ def configurations() -> Iterator[Configuration]:
             yield _configuration(kernel, name, constants, types)._replace(
                 num_stages=1,
                 registers=launch.REGISTERS if kernel is backward_kernel else None,
+                of_64_lanes={"BLOCK": of_64, "LANES": 64},
                 wide_loads=True,
-                narrow_loads=_narrow_loads(label, given, block),
+                narrow_loads=_narrow_loads(label, given, block, 32),
+                narrow_loads_of_64=_narrow_loads(label, given, of_64, 64),
             )
     for state in (16, 128):
         columns, rows = launch.shape_of_preparation(state)
@@ -236,7 +239,7 @@ def configurations() -> Iterator[Configuration]:
         yield combine._replace(num_warps=2, num_stages=1, launch_warps=True, wide_loads=True)
 
 
-def _narrow_loads(label: str, given: set[str], block: int) -> int:
+def _narrow_loads(label: str, given: set[str], block: int, lanes: int) -> int:
     """Of what a channel has one of, with fewer than four a thread, and of flags; a summary with
     flags has its last loop, with its load, once more, for where a sequence starts."""
     of_channels, of_flags = {
@@ -245,7 +248,7 @@ def _narrow_loads(label: str, given: set[str], block: int) -> int:
         "backward": (9, 3),
         "backward summary": (4, 2),
     }[label]
-    return of_channels * (block < 128) + of_flags * ("FLAGS" in given)
+    return of_channels * (block < 4 * lanes) + of_flags * ("FLAGS" in given)
 
 
 def _configuration(

@@ -266,7 +266,8 @@ def block_of_forward(width: int, groups: int, x: Tensor) -> int:
 def block_of_backward(width: int) -> int:
     """Two channels a thread halve the work of the sums over channels; for four of them the
     registers do not suffice."""
-    return max(32 if width <= 32 else 64, triton_support.lanes())
+    lanes = triton_support.lanes()
+    return lanes if width <= lanes else 2 * lanes
 
 
 def segments_of(programs: int, tokens: int, chunk: int, processors: int) -> tuple[int, int]:

@@ -159,6 +159,7 @@ class Configuration(NamedTuple):
     of_64_lanes: Mapping[str, Any] = {}  # constants that differ where a warp has 64 threads
     wide_loads: bool = False  # all loads but `narrow_loads` of them must be of 128 bits
     narrow_loads: int = 0  # loads of single values, in the text of the compiled program
+    narrow_loads_of_64: int | None = None  # if others where a warp has 64 threads
     matrix: bool = False  # the chip's matrix instructions must be used
 
 

@@ -19,11 +19,14 @@ that comes first; otherwise this is 0. A chunk has
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
 
-from brickwork.kernels.tf32_triton import INTERPRETED, turned
+from brickwork.kernels.tf32_triton import turned
 
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 

@@ -251,7 +251,7 @@ except BackendUnavailable as error:
 )
 @needs_compiler
 def test_glibc_keeps_what_a_pass_frees_once_a_kernel_is_loaded():
-    """A block of 24 MiB comes from its own memory, to which it goes back; before, from the system."""
+    """A block of 24 MiB then comes from memory that it goes back to, not from the system."""
     program = """
 import ctypes, sys
 from brickwork.kernels import cpu_extension

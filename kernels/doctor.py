@@ -70,6 +70,7 @@ def _versions() -> dict[str, str | None]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
+    versions["torch"] = torch.__version__  # names the build too, which the distribution may not
     return versions
 
 

@@ -25,6 +25,17 @@ def library(request, monkeypatch):
     return request.param
 
 
+@pytest.fixture
+def by_onednn(monkeypatch):
+    """The products that oneDNN computes, whatever the processor and the size."""
+    called = []
+    product = module._product
+    monkeypatch.setattr(module, "_faster", True)
+    monkeypatch.setattr(module, "TERMS", 1)
+    monkeypatch.setattr(module, "_product", lambda *a: (called.append(a), product(*a))[1])
+    return called
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(64,), (130,), (2, 3, 40), (65, 1), (0,)])
 def test_values_and_gradients(library, shape, bias):
@@ -58,29 +69,19 @@ def test_any_strides(library):
         (torch.randn(24).expand(20, 24), False),
     ],
 )
-def test_a_weight_with_gaps_does_not_go_to_onednn(monkeypatch, weight, taken):
+def test_a_weight_with_gaps_does_not_go_to_onednn(by_onednn, weight, taken):
     """oneDNN multiplies by it a thousand times more slowly than by a whole matrix."""
-    monkeypatch.setattr(module, "_faster", True)
-    monkeypatch.setattr(module, "TERMS", 1)
-    called = []
-    product = module._product
-    monkeypatch.setattr(module, "_product", lambda *a: (called.append(1), product(*a))[1])
     x = torch.randn(70, 24)
     torch.testing.assert_close(linear(x, weight), nn.functional.linear(x, weight))
-    assert bool(called) == taken
+    assert bool(by_onednn) == taken
 
 
 @pytest.mark.parametrize(("tokens", "products"), [(150, 3), (190, 3), (200, 2)])
-def test_gradient_of_a_wide_weight(monkeypatch, tokens, products):
+def test_gradient_of_a_wide_weight(by_onednn, tokens, products):
     """It is a product of oneDNN's too, where the tokens that it sums over are few."""
-    monkeypatch.setattr(module, "_faster", True)
-    monkeypatch.setattr(module, "TERMS", 1)
-    called = []
-    product = module._product
-    monkeypatch.setattr(module, "_product", lambda *a: (called.append(1), product(*a))[1])
     x, weight = torch.randn(tokens, 96), torch.randn(70, 96)
     linear(x.requires_grad_(), weight.requires_grad_()).sum().backward()
-    assert len(called) == products
+    assert len(by_onednn) == products
     for cut in (x.detach(), torch.randn(tokens, 200)[:, ::2][:, :96], torch.randn(96, tokens).mT):
         assert_same_function(
             nn.functional.linear, linear, [cut, weight.detach()], terms=tokens * 96

@@ -287,8 +287,9 @@ def _keep_freed_memory() -> None:
 
     It gives what is free at the end of its memory back to the system once that is twice the largest
     block that was mapped and freed, and the system fills it with zeros, page by page, when it is
-    wanted again: a fifth of LCPLM's time for 1024 tokens without gradients. So one block as large as it counts, 32 MiB, is
-    mapped and freed, untouched. Where the environment sets these limits it changes nothing.
+    wanted again: a fifth of LCPLM's time for 1024 tokens without gradients. So one block as large
+    as it counts, 32 MiB, is mapped and freed, untouched. Where the environment sets these limits it
+    changes nothing.
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library has no such function
         library = ctypes.CDLL(None)

@@ -2,10 +2,11 @@
 // results need more than storing.
 //
 // A block of at most ROWS rows meets a panel of PANEL columns: `products` holds all sums in registers
-// while it walks the depth, one broadcast and two products per row and step. Both operands lie packed
-// in the order in which they are read: a block as [depth][STEP], rows side by side, and a panel as
-// [depth][PANEL]. An entry is one running sum over the depth, first to last, whatever
-// block and panel it falls into: results do not depend on how the work is cut.
+// while it walks the depth, one broadcast and two products per row and step. Both operands lie as
+// they are read, the depth first: a block's rows side by side, and a panel's columns. They may be
+// packed for it, [depth][STEP] and [depth][PANEL], or parts of wider matrices. An entry is one running
+// sum over the depth, first to last, whatever block and panel it falls into: results do not depend on
+// how the work is cut.
 #pragma once
 
 #include <array>
@@ -40,23 +41,30 @@ struct Ahead {
 template <class T>
 using Sums = Vec<T>[ROWS][2];
 
-template <class T, int M, int STEP>
-void products(int64_t depth, const T* block, const T* panel, Sums<T>& to, Ahead ahead) {
+// What a product walks through: the first entry, and how far it is from one of the depth to the next.
+template <class T>
+struct Walk {
+  const T* at;
+  int64_t step;
+};
+
+template <class T, int M>
+void products(int64_t depth, Walk<T> block, Walk<T> panel, Sums<T>& to, Ahead ahead) {
   Vec<T> sums[M][2];
 #pragma GCC unroll 16
   for (int i = 0; i < M; ++i) sums[i][0] = sums[i][1] = Vec<T>{};
   for (int64_t k = 0; k < depth; ++k) {
-    const Vec<T> left = load(panel, 1, lanes<T>), right = load(panel + lanes<T>, 1, lanes<T>);
+    const Vec<T> left = load(panel.at, 1, lanes<T>), right = load(panel.at + lanes<T>, 1, lanes<T>);
 #pragma GCC unroll 16
     for (int i = 0; i < M; ++i) {
-      const Vec<T> row = splat(block[i]);
+      const Vec<T> row = splat(block.at[i]);
       sums[i][0] += row * left;
       sums[i][1] += row * right;
     }
     __builtin_prefetch(ahead.first, 0, 2);
     __builtin_prefetch(ahead.second, 0, 2);
-    block += STEP;
-    panel += PANEL<T>;
+    block.at += block.step;
+    panel.at += panel.step;
     ahead.first += ahead.step;
     ahead.second += ahead.step;
   }
@@ -68,17 +76,17 @@ void products(int64_t depth, const T* block, const T* panel, Sums<T>& to, Ahead 
 }
 
 template <class T>
-using Products = void (*)(int64_t, const T*, const T*, Sums<T>&, Ahead);
+using Products = void (*)(int64_t, Walk<T>, Walk<T>, Sums<T>&, Ahead);
 
-template <class T, int STEP, int... M>
+template <class T, int... M>
 constexpr std::array<Products<T>, sizeof...(M)> products_by_rows(std::integer_sequence<int, M...>) {
-  return {products<T, M + 1, STEP>...};
+  return {products<T, M + 1>...};
 }
 
 // The sums of `rows` rows, 1 to MOST, by the columns of a panel.
-template <class T, int STEP, int MOST = ROWS>
-void multiply(int rows, int64_t depth, const T* block, const T* panel, Sums<T>& to, Ahead ahead) {
-  static constexpr auto by_rows = products_by_rows<T, STEP>(std::make_integer_sequence<int, MOST>());
+template <class T, int MOST = ROWS>
+void multiply(int rows, int64_t depth, Walk<T> block, Walk<T> panel, Sums<T>& to, Ahead ahead) {
+  static constexpr auto by_rows = products_by_rows<T>(std::make_integer_sequence<int, MOST>());
   by_rows[rows - 1](depth, block, panel, to, ahead);
 }
 

@@ -126,7 +126,7 @@ class Worker {
         const Ahead next = block ? nothing(panel)
                            : last ? lines(p.down, part.expert, 0, W)
                                   : lines(p.gate_up, part.expert, f + W, F + f + W);
-        multiply<T, STEP<T>>(rows, C, x + block * C * STEP<T>, panel, sums, next);
+        multiply<T>(rows, C, {x + block * C * STEP<T>, STEP<T>}, {panel, PANEL<T>}, sums, next);
         for (int i = 0; i < rows; ++i) {
           const V gate = sums[i][0], up = sums[i][1];
           if (p.both) {
@@ -147,7 +147,7 @@ class Worker {
         const Ahead next = block || c + PANEL<T> >= C
                                ? nothing(panel)
                                : lines(p.down, part.expert, c + PANEL<T>, c + PANEL<T> + W);
-        multiply<T, STEP<T>>(rows, F, h + block * F * STEP<T>, panel, sums, next);
+        multiply<T>(rows, F, {h + block * F * STEP<T>, STEP<T>}, {panel, PANEL<T>}, sums, next);
         for (int i = 0; i < rows; ++i) put(p.rows.at<T>(first + i, c), columns, i);
       });
     }
@@ -173,7 +173,7 @@ class Worker {
                            : last ? columns_of(p.gate_up, part.expert, 0)
                                   : columns_of(p.down, part.expert, f + PANEL<T>);
         for (int i = 0; i < rows; ++i) expect(p.both.at<T>(first + i, f), F);
-        multiply<T, STEP<T>>(rows, C, dy + block * C * STEP<T>, panel, sums, next);
+        multiply<T>(rows, C, {dy + block * C * STEP<T>, STEP<T>}, {panel, PANEL<T>}, sums, next);
         for (int half = 0; half < 2 && half * W < features; ++half) {
           const int count = std::min(W, features - half * W);
           const int64_t at = f + half * W;
@@ -200,7 +200,7 @@ class Worker {
       each_block(part, [&](int64_t block, int64_t first, int rows) {
         const Ahead next = block || c + PANEL<T> >= C ? nothing(panel)
                                                       : columns_of(p.gate_up, part.expert, c + PANEL<T>);
-        multiply<T, STEP<T>>(rows, 2 * F, d + block * 2 * F * STEP<T>, panel, sums, next);
+        multiply<T>(rows, 2 * F, {d + block * 2 * F * STEP<T>, STEP<T>}, {panel, PANEL<T>}, sums, next);
         for (int i = 0; i < rows; ++i) put(p.rows.at<T>(first + i, c), columns, i);
       });
     }
@@ -314,7 +314,7 @@ class Worker {
     constexpr int M = SHARE<T>;
     for (int64_t i = 0; i < rows; i += M) {
       const int count = int(std::min<int64_t>(M, rows - i));
-      multiply<T, W, M>(count, depth, tile + i, panel, sums, nothing(tile));
+      multiply<T, M>(count, depth, {tile + i, W}, {panel, PANEL<T>}, sums, nothing(tile));
       for (int j = 0; j < count; ++j) put(to(i + j), columns, j, add ? How::add : How::stream);
     }
   }

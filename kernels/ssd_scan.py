@@ -101,6 +101,7 @@ def ssd_scan(
         "ssd_scan",
         backend,
         torch=lambda: why_not_plain(x),
+        cpu=lambda: _why_not_cpu(x, B),
         triton=lambda: _why_not_triton(*floats),
         chunked=why_not_opaque,
     )
@@ -122,9 +123,19 @@ def ssd_scan(
 
         return SSDScanOutput(*ssd_scan_triton(x, delta, A, B, C, **options))
     options["chunk_size"] = chunk_size or CHUNK
+    if chosen == "cpu":
+        from brickwork.kernels.ssd_scan_cpu import ssd_scan_cpu
+
+        return SSDScanOutput(*ssd_scan_cpu(x, delta, A, B, C, **options))
     from brickwork.kernels.ssd_scan_chunked import ssd_scan_chunked
 
     return SSDScanOutput(*ssd_scan_chunked(x, delta, A, B, C, **options))
+
+
+def _why_not_cpu(x: Tensor, B: Tensor) -> str | None:
+    from brickwork.kernels.ssd_scan_cpu import why_not
+
+    return why_not(x, B)
 
 
 def _why_not_triton(*tensors: Tensor | None) -> str | None:

@@ -61,10 +61,13 @@ def scanned_both(x, weight):
     return bidirectional_scan(side(x, weight), side(x, weight), z=x)
 
 
-def scanned_by_heads(x, weight):
-    heads, states = x.unflatten(-1, (2, E // 2)), x[..., None, :N]
-    y, _ = ssd_scan(heads, x[..., :2].square(), -weight[:2].square(), states, states, z=heads)
-    return y
+def scanned_by_heads(backend):
+    def run(x, weight):
+        heads, states = x.unflatten(-1, (2, E // 2)), x[..., None, :N]
+        five = heads, x[..., :2].square(), -weight[:2].square(), states, states
+        return ssd_scan(*five, z=heads, backend=backend).y
+
+    return run
 
 
 def of_experts(backend):
@@ -92,7 +95,8 @@ CASES = {
     "selective_scan cpu": scanned("cpu"),
     "selective_scan chunked": scanned("chunked", reverse=True),
     "bidirectional_scan": scanned_both,
-    "ssd_scan": scanned_by_heads,
+    "ssd_scan cpu": scanned_by_heads("cpu"),
+    "ssd_scan chunked": scanned_by_heads("chunked"),
     "experts cpu": of_experts("cpu"),
     "experts grouped": of_experts("grouped"),
     "cross_entropy": loss,

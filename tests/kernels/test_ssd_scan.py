@@ -17,11 +17,13 @@ from scans import (
 from support import assert_close, assert_same_function, gradcheck, gradients
 from torch.utils.checkpoint import checkpoint
 
-from brickwork.kernels import ssd_scan_chunked
+from brickwork.kernels import ssd_scan_chunked, ssd_scan_cpu
 from brickwork.kernels.backend import BackendUnavailable
 from brickwork.kernels.ssd_scan import segment_sums, ssd_scan, ssd_scan_reference
 
-BACKENDS = ["torch", "chunked"]
+NO_CPU = ssd_scan_cpu.unavailable_here()
+CPU = pytest.param("cpu", marks=pytest.mark.skipif(NO_CPU is not None, reason=str(NO_CPU)))
+BACKENDS = ["torch", "chunked", CPU]
 GROUPS = st.sampled_from([1, 2, 4])
 
 
@@ -300,12 +302,16 @@ def test_double_backward_of_the_chunked_backend_raises():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_empty_and_meta(backend):
+def test_empty(backend):
     for sizes in ({"B": 0}, {"T": 0}):
         inputs = make(**sizes)
         y, state = call(ssd_scan, CHOICES[-1], backend=backend)(*inputs)
         assert y.shape == inputs[0].shape
         assert torch.equal(state, inputs[-1])
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch", "chunked"])
+def test_meta(backend):
     ids = torch.zeros(2, 5, dtype=torch.long, device="meta")
     run = call(ssd_scan, CHOICES[-1], mask=ids > 0, seq_ids=ids, backend=backend)
     y, state = run(*(t.to("meta") for t in make()))
@@ -395,7 +401,8 @@ def test_errors():
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_gradients_beside_a_step_that_dwarfs_the_others(reverse):
+@pytest.mark.parametrize("backend", ["chunked", CPU])
+def test_gradients_beside_a_step_that_dwarfs_the_others(backend, reverse):
     """The gradients of A and of the steps around one that is 3e8 times as large: none may be lost
     in a difference of sums that hold those of the large one."""
     x, _, A, B, C, *_ = make(B=1, T=40)
@@ -407,7 +414,7 @@ def test_gradients_beside_a_step_that_dwarfs_the_others(reverse):
         y = scan(*leaves, reverse=reverse, **where).y
         return torch.autograd.grad(y.sum(), leaves)
 
-    found = run(ssd_scan, torch.float32, backend="chunked")
+    found = run(ssd_scan, torch.float32, backend=backend)
     expected = run(ssd_scan_reference, torch.float64)
     for a, e in zip(found, expected):
         assert_close(a, e, terms=40 * 24)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 
+import pytest
 import torch
 from compare import compare, double, with_gradients
 from transformers.models.mamba2 import modeling_mamba2
@@ -25,12 +26,11 @@ def inputs():
     ]
 
 
-def ours(x, delta, A, B, C, D, backend="auto"):
-    return ssd_scan(x, delta, A, B, C, D=D, softplus=True, backend=backend).y
+def ours(backend):
+    def run(x, delta, A, B, C, D):
+        return ssd_scan(x, delta, A, B, C, D=D, softplus=True, backend=backend).y
 
-
-def reference(*given):
-    return ours(*given, backend="torch")
+    return run
 
 
 def transformers(x, delta, A, B, C, D):
@@ -38,24 +38,26 @@ def transformers(x, delta, A, B, C, D):
     return scan(x, delta, A, B, C, CHUNK, D=D, dt_softplus=True)
 
 
-def test_forward(benchmark):
+@pytest.mark.parametrize("backend", ["cpu", "chunked"])
+def test_forward(benchmark, backend):
     given = inputs()
     with torch.no_grad():
         compare(
             benchmark,
-            lambda: ours(*given),
+            lambda: ours(backend)(*given),
             {"transformers mamba2_chunk_scan": lambda: transformers(*given)},
-            reference=lambda: reference(*double(given)),
+            reference=lambda: ours("torch")(*double(given)),
             rounds=15,
         )
 
 
-def test_forward_and_backward(benchmark):
+@pytest.mark.parametrize("backend", ["cpu", "chunked"])
+def test_forward_and_backward(benchmark, backend):
     given = inputs()
     compare(
         benchmark,
-        with_gradients(ours, given),
+        with_gradients(ours(backend), given),
         {"transformers mamba2_chunk_scan": with_gradients(transformers, given)},
-        reference=with_gradients(reference, double(given)),
+        reference=with_gradients(ours("torch"), double(given)),
         rounds=15,
     )

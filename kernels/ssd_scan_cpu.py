@@ -1,10 +1,10 @@
 """The scan of Mamba-2 compiled for the CPU: `ssd_scan_cpu.cpp` as a PyTorch op.
 
-The exponential of a decay has a relative error below (2 + 2 |a|) · 1e-7 in float32, a its exponent;
-it is 0 below the normal numbers. Deterministic, whatever the number of threads. Extra memory beyond
-results and gradients: about a MB per thread; if a gradient will be asked for, the state at the start
-of every chunk of Q tokens, N / Q times x's size; in backward each tile's share in the gradients of
-B and C, for one chunk.
+The exponential of a decay, exp(a), has a relative error below (2 + 2 |a|) · 1e-7 in float32; it is
+0 below the normal numbers. Deterministic, whatever the number of threads. Extra memory beyond
+results and gradients: about a MB per thread; if a gradient will be asked for, the state at the
+start of every chunk of Q tokens, N / Q times x's size; in backward one state's gradient, and each
+tile's share in the gradients of B and C, for one chunk.
 
 H heads of width P, N state, Q tokens of a chunk.
 """
@@ -120,7 +120,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, delta, A, B, C, D, z, delta_bias and initial_state, in this order."""
     grads = _empty_gradients(x, delta, A, B, D, z, initial_state)
-    dx, ddelta, dA, dB, dC, dD, dz, dbias, dinitial = grads
+    dx, ddelta, dA, dB, dC, dD, dz, dbias, _ = grads
     if x.numel() == 0:
         for grad in grads:
             grad.zero_()

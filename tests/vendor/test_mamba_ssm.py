@@ -120,7 +120,7 @@ def test_our_backend_on_the_package(monkeypatch, options, reverse):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backend", ["torch", "chunked"])
+@pytest.mark.parametrize("backend", SCANS)
 @pytest.mark.parametrize("initial", [False, True])
 @pytest.mark.parametrize("G", [1, 2, 4])
 def test_ssd_scan_against_ssd_minimal_discrete(G, initial, backend, dtype):
@@ -140,7 +140,7 @@ def test_ssd_scan_against_ssd_minimal_discrete(G, initial, backend, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backend", ["torch", "chunked"])
+@pytest.mark.parametrize("backend", SCANS)
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("T", [1, 31, 33])
 def test_ssd_scan_against_the_scan_of_mamba_1(monkeypatch, T, per_channel, backend, dtype):

@@ -20,8 +20,8 @@ using namespace brickwork;
 // Its twin is `_Scan` in ssd_scan_cpu.py: the same fields in the same order.
 struct Scan {
   int64_t batch, tokens, heads, width, groups, state, chunk, tile, threads, softplus, reverse;
-  // Inputs. mask and starts are bytes; any of D (heads, width), z, delta_bias, mask, starts, initial
-  // may be absent.
+  // Inputs. mask and starts are bytes; any of D (heads, width), z, delta_bias, mask, starts and initial,
+  // whose last axis is contiguous, may be absent.
   Array x, delta, A, B, C, D, z, delta_bias, mask, starts, initial;
   Array y, final_state;  // results of forward
   Array states;          // (batch, heads, chunks * state, width): at the start of every chunk
@@ -115,15 +115,10 @@ class Tile {
 
   void forward() {
     for (int64_t k = 0; k < count; ++k) {
-      const Matrix<T> S = state_of(k);
-      for (int64_t n = 0; n < p.state; ++n) {
-        for (int64_t c = 0; c < whole<T>(p.width); c += W) {
-          V start{};
-          if (p.initial && c < p.width) {
-            start = load(p.initial.at<T>(batch, first + k, c, n), p.initial.stride[2], columns(c));
-          }
-          store(S[n] + c, 1, W, start);
-        }
+      if (p.initial) {
+        turn(state_of(k), {p.initial.at<T>(batch, first + k), p.initial.stride[2]}, p.width, p.state);
+      } else {
+        std::fill(state_of(k)[0], state_of(k)[p.state], T(0));
       }
     }
     for (int64_t chunk = 0; chunk * p.chunk < p.tokens; ++chunk) {
@@ -161,10 +156,9 @@ class Tile {
       }
     }
     for (int64_t k = 0; k < count; ++k) {
-      for (int64_t n = 0; n < p.state; ++n) {
-        for (int64_t c = 0; c < p.width; ++c) {
-          *p.final_state.at<T>(batch, first + k, c, n) = state_of(k)[n][c];
-        }
+      turn(state_turned, state_of(k), p.state, p.width);
+      for (int64_t c = 0; c < p.width; ++c) {
+        std::copy(state_turned[c], state_turned[c] + p.state, p.final_state.at<T>(batch, first + k, c));
       }
     }
   }

@@ -84,6 +84,8 @@ def _forward(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, the final state and, if `keep`, the states (B, H, chunks · N, P) where a chunk starts."""
+    if initial_state is not None and initial_state.stride(-1) != 1:
+        initial_state = initial_state.contiguous()
     results = _empty_results(x, B, chunk_size, keep)
     y, final_state, states = results
     if y.numel() == 0:

@@ -172,6 +172,17 @@ def run(
     return function(together, *arguments)
 
 
+def add_rows(sums: Tensor) -> Tensor:
+    """The sum of the rows of `sums`, which is used up: by halves, in an order that does not depend
+    on threads."""
+    rows = len(sums)
+    while rows > 1:
+        half = rows // 2
+        sums[:half] += sums[rows - half : rows]
+        rows -= half
+    return sums[0]
+
+
 def library_path(name: str, folder: Path) -> Path:
     """Where `folder` holds the library of `<name>.cpp` for this PyTorch, CPU and source."""
     digest = hashlib.sha256()

@@ -9,6 +9,7 @@
 // how the work is cut.
 #pragma once
 
+#include <algorithm>
 #include <array>
 
 #include "cpu_vector.h"
@@ -158,6 +159,55 @@ void pack_rows(T* to, int64_t count, int64_t depth, const Row& row) {
     } else {
       for (int j = 0; j < STRIDE; ++j) to[j] = j < count ? from[j] : T(0);
     }
+  }
+}
+
+// `size` up to whole panels.
+template <class T>
+int64_t whole(int64_t size) {
+  return (size + PANEL<T> - 1) / PANEL<T> * PANEL<T>;
+}
+
+// Rows in memory, `step` apart, as operands of `product` padded to whole panels.
+template <class T>
+struct Matrix {
+  T* data;
+  int64_t step;
+  T* operator[](int64_t row) const { return data + row * step; }
+};
+
+struct Range {
+  int64_t from, to;
+};
+
+// out(i, c, sums) for every row i of Xᵀ Y and its columns from c on, a panel at a time. Of the rows
+// first ... last only depth(first, last, c) counts; without any the panel is left out.
+template <class T, class Depth, class Out>
+void product(int64_t rows, int64_t columns, Matrix<T> X, Matrix<T> Y, const Depth& depth, const Out& out) {
+  Sums<T> sums;
+  const int64_t blocks = (rows + ROWS - 1) / ROWS;
+  for (int64_t c = 0; c < columns; c += PANEL<T>) {
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t first = rows * block / blocks, last = rows * (block + 1) / blocks;
+      const Range at = depth(first, last, c);
+      if (at.from >= at.to) continue;
+      const Walk<T> x{X[at.from] + first, X.step}, y{Y[at.from] + c, Y.step};
+      multiply<T>(int(last - first), at.to - at.from, x, y, sums, {(const char*)x.at, (const char*)y.at, 0});
+      for (int64_t i = first; i < last; ++i) out(i, c, sums[i - first]);
+    }
+  }
+}
+
+// `to` becomes the transpose of the first rows and columns of `from`, with zeros to whole panels.
+template <class T>
+void turn(Matrix<T> to, Matrix<T> from, int64_t rows, int64_t columns) {
+  constexpr int W = lanes<T>;
+  for (int64_t k = 0; rows % PANEL<T> && k < columns; ++k) {
+    std::fill(to[k] + rows / W * W, to[k] + whole<T>(rows), T(0));
+  }
+  pack_columns<T>(to.data, to.step, int(rows), columns, [&](int64_t i) { return from[i]; });
+  for (int64_t k = 0; rows % W && k < columns; ++k) {
+    std::fill(to[k] + rows, to[k] + (rows + W - 1) / W * W, T(0));
   }
 }
 

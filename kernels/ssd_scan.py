@@ -71,7 +71,8 @@ def ssd_scan(
         reverse: run from the last token to the first.
         mask: (B, T), True or 1 at real tokens. The others are passed over: state kept, y = 0.
         seq_ids: (B, T), integers that mark packed sequences; the state is 0 where one starts
-            (see `brickwork.kernels.sequences`).
+            (see `brickwork.kernels.sequences`). NaN and infinities stay in their sequence with
+            backend "cpu" only: the others multiply them by zeros within a chunk.
         initial_state: (B, H, P, N) before the first token in scan direction; it belongs to that
             token's sequence.
         chunk_size: tokens per matrix product; changes the speed, not the result. T need not be a
@@ -207,6 +208,8 @@ def ssd_scan_reference(
         if z is not None:
             gate = z.to(dtype) if mask is None else keep_real(z.to(dtype), mask)
             y = y * torch.nn.functional.silu(gate)
+        if mask is not None:
+            y = keep_real(y, mask)
         return SSDScanOutput(y.to(x.dtype), rearrange(state, "b g k p n -> b (g k) p n"))
 
 

@@ -23,6 +23,7 @@ from brickwork.kernels.linear import product
 from brickwork.kernels.selective_scan import step_sizes
 from brickwork.kernels.selective_scan_chunked import LOG2E
 
+LARGE = 1e30  # of an exponent: 2 to the minus it is 0
 ELEMENTS = 2**18  # of the decays of a chunk: they and the products' operands stay in the cache
 
 
@@ -209,6 +210,7 @@ def _decays(exponent: Tensor, starts: Tensor | None, reverse: bool) -> tuple[Ten
     0 where j comes after i in scan direction or a sequence starts in between. A difference of
     running sums loses the small steps after a large one, so what their rounding lost is added back.
     """
+    exponent = exponent.clamp(min=-LARGE)  # the difference of infinite sums would be NaN
     sums = _running(exponent, reverse)
     before = _before(sums, reverse)
     lost = _running((before - sums) + exponent, reverse)

@@ -7,6 +7,9 @@
 // and the transposes of B and C, is made once per tile. Every product is Xᵀ Y of two such matrices,
 // the depth first, and what follows it happens to the sums in registers.
 //
+// Where a sequence starts within a chunk, the chunk is done in parts: no number of one sequence meets
+// one of another, be it NaN.
+//
 // Backward goes through the chunks from the last, with the states kept in front of them. Gradients of
 // B and C sum over heads: each tile writes its share of the chunk, and the shares are added in the
 // order of the tiles, whatever the number of threads.
@@ -28,50 +31,17 @@ struct Scan {
   Array scratch;         // (threads, brickwork_ssd_scratch() bytes)
   Array dy;
   Array dx, ddelta, dB, dC, dz;  // results of backward
-  Array dstate;                  // (batch, heads, state, width up to whole panels), in and out
-  Array sums;    // (batch, heads, width + 2), zeros at first: gradients of D, of A and of delta_bias
+  Array dstate;                  // (batch, heads, state, width), in and out
+  Array sums;  // doubles (batch, heads, width + 2), zeros at first: gradients of D, A and delta_bias
   Array shares;  // (2, tasks, chunk, state)
 };
 
 namespace {
 
 constexpr int64_t SHARE_ROWS = 8;  // steps whose shares one task adds up
+constexpr float LARGE = 1e30f;  // of an exponent: 2 to the minus it is 0
 template <class T>
 constexpr T LOG2E = T(1.4426950408889634074);
-
-template <class T>
-int64_t whole(int64_t size) {
-  return (size + PANEL<T> - 1) / PANEL<T> * PANEL<T>;
-}
-
-template <class T>
-struct Matrix {
-  T* data;
-  int64_t step;
-  T* operator[](int64_t row) const { return data + row * step; }
-};
-
-struct Range {
-  int64_t from, to;
-};
-
-// out(i, c, sums) for every row i of Xᵀ Y and its columns from c on, a panel at a time. Of the rows
-// first ... last only depth(first, last, c) counts; without any the panel is left out.
-template <class T, class Depth, class Out>
-void product(int64_t rows, int64_t columns, Matrix<T> X, Matrix<T> Y, const Depth& depth, const Out& out) {
-  Sums<T> sums;
-  const int64_t blocks = (rows + ROWS - 1) / ROWS;
-  for (int64_t c = 0; c < columns; c += PANEL<T>) {
-    for (int64_t block = 0; block < blocks; ++block) {
-      const int64_t first = rows * block / blocks, last = rows * (block + 1) / blocks;
-      const Range at = depth(first, last, c);
-      if (at.from >= at.to) continue;
-      const Walk<T> x{X[at.from] + first, X.step}, y{Y[at.from] + c, Y.step};
-      multiply<T>(int(last - first), at.to - at.from, x, y, sums, {(const char*)x.at, (const char*)y.at, 0});
-      for (int64_t i = first; i < last; ++i) out(i, c, sums[i - first]);
-    }
-  }
-}
 
 template <class T>
 class Tile {
@@ -97,10 +67,11 @@ class Tile {
     for (Matrix<T>* m : {&push_turned, &dout_turned}) *m = matrix(P, Q);
     for (Matrix<T>* m : {&state_turned, &dstate_turned}) *m = matrix(P, N);
     states = matrix(p.tile * N, P);
-    skips = take(whole<T>(P));
-    for (T** v : {&order, &runs, &size, &slope, &logs, &lost, &entering, &leaving}) *v = take(whole<T>(Q));
+    dS = matrix(N, P);
+    for (T** v : {&skips, &dskips}) *v = take(whole<T>(P));
+    for (T** v : {&order, &size, &slope, &logs, &lost, &entering, &leaving}) *v = take(whole<T>(Q));
     for (T** v : {&dentering, &dleaving, &dexponent, &below}) *v = take(whole<T>(Q));
-    for (V** v : {&dots_in, &dots_out}) *v = reinterpret_cast<V*>(take(Q * W));
+    dots = reinterpret_cast<V*>(take(Q * W));
     for (int64_t s = 0; memory && s < whole<T>(Q); ++s) order[s] = T(s);
   }
 
@@ -116,47 +87,28 @@ class Tile {
   void forward() {
     for (int64_t k = 0; k < count; ++k) {
       if (p.initial) {
-        turn(state_of(k), {p.initial.at<T>(batch, first + k), p.initial.stride[2]}, p.width, p.state);
+        turn<T>(state_of(k), {p.initial.at<T>(batch, first + k), p.initial.stride[2]}, p.width, p.state);
       } else {
         std::fill(state_of(k)[0], state_of(k)[p.state], T(0));
       }
     }
     for (int64_t chunk = 0; chunk * p.chunk < p.tokens; ++chunk) {
-      enter(chunk);
-      share_turned();
-      for (int64_t k = 0; k < count; ++k) {
-        const int64_t h = first + k;
-        const Matrix<T> S = state_of(k);
-        stage(h);
-        for (int64_t n = 0; p.states && n < p.state; ++n) {
-          put(p.states.at<T>(batch, h, chunk * p.state + n), S[n]);
+      for (int64_t k = 0; p.states && k < count; ++k) {
+        for (int64_t n = 0; n < p.state; ++n) {
+          put(p.states.at<T>(batch, first + k, chunk * p.state + n), state_of(k)[n]);
         }
-        run(S);
-        for (int64_t s = 0; s < steps; ++s) {
-          T* to = p.y.at<T>(batch, token(s), h);
-          for (int64_t c = 0; c < p.width; c += W) {
-            V result{};
-            if (real(s)) {
-              result = get(y[s] + c);
-              if (p.z) {
-                const V z = load(p.z.at<T>(batch, token(s), h, c), p.z.stride[3], columns(c));
-                result *= z * logistic<T>(z, exp_minus_magnitude<T>(z));
-              }
-            }
-            store(to + c, 1, columns(c), result);
-          }
-        }
-        scale(scaled, push, leaving);
-        product<T>(p.state, p.width, B, scaled, all(steps), [&](int64_t n, int64_t c, const V(&sums)[2]) {
-          for (int half = 0; half < 2; ++half) {
-            T* at = S[n] + c + half * W;
-            store(at, 1, W, get(at) * total + sums[half]);
-          }
-        });
+      }
+      const int64_t end = end_of(chunk);
+      for (int64_t from = chunk * p.chunk, to; from < end; from = to) {
+        to = from + 1;
+        while (to < end && !starts(to)) ++to;
+        enter(from, to, to == end);
+        share_turned();
+        for (int64_t k = 0; k < count; ++k) advance(first + k, state_of(k));
       }
     }
     for (int64_t k = 0; k < count; ++k) {
-      turn(state_turned, state_of(k), p.state, p.width);
+      turn<T>(state_turned, state_of(k), p.state, p.width);
       for (int64_t c = 0; c < p.width; ++c) {
         std::copy(state_turned[c], state_turned[c] + p.state, p.final_state.at<T>(batch, first + k, c));
       }
@@ -164,21 +116,26 @@ class Tile {
   }
 
   void backward(int64_t chunk) {
-    enter(chunk);
-    product<T>(steps, steps, C_turned, B_turned, before(p.state), keep(shared));
-    if (p.z) share_turned();
-    for (int64_t s = 0; s < steps; ++s) {
-      std::fill(dB[s], dB[s] + whole<T>(p.state), T(0));
-      std::fill(dC[s], dC[s] + whole<T>(p.state), T(0));
-      std::fill(dshared[s], dshared[s] + whole<T>(p.chunk), T(0));
-    }
-    for (int64_t k = 0; k < count; ++k) retreat(first + k, chunk);
-    turn(dshared_turned, dshared, steps, steps);
-    product<T>(steps, p.state, dshared_turned, B, up_to_last, add(dC));
-    product<T>(steps, p.state, dshared, C, from_first(), add(dB));
-    for (int64_t s = 0; s < steps; ++s) {
-      std::copy(dB[s], dB[s] + p.state, p.shares.at<T>(0, task, s));
-      std::copy(dC[s], dC[s] + p.state, p.shares.at<T>(1, task, s));
+    const int64_t start = chunk * p.chunk, end = end_of(chunk);
+    for (int64_t to = end, from; to > start; to = from) {
+      from = to - 1;
+      while (from > start && !starts(from)) --from;
+      enter(from, to, to == end);
+      product<T>(steps, steps, C_turned, B_turned, before(p.state), keep(shared));
+      if (p.z) share_turned();
+      for (int64_t s = 0; s < steps; ++s) {
+        std::fill(dB[s], dB[s] + whole<T>(p.state), T(0));
+        std::fill(dC[s], dC[s] + whole<T>(p.state), T(0));
+        std::fill(dshared[s], dshared[s] + whole<T>(p.chunk), T(0));
+      }
+      for (int64_t k = 0; k < count; ++k) retreat(first + k, chunk);
+      turn<T>(dshared_turned, dshared, steps, steps);
+      product<T>(steps, p.state, dshared_turned, B, up_to_last, add(dC));
+      product<T>(steps, p.state, dshared, C, from_first(), add(dB));
+      for (int64_t s = 0; s < steps; ++s) {
+        std::copy(dB[s], dB[s] + p.state, p.shares.at<T>(0, task, from - start + s));
+        std::copy(dC[s], dC[s] + p.state, p.shares.at<T>(1, task, from - start + s));
+      }
     }
   }
 
@@ -186,7 +143,8 @@ class Tile {
   const Scan& p;
   const int64_t task;
   int64_t batch, group, first, count;  // the tile: heads first ... first + count
-  int64_t begin = 0, steps = 0;        // the chunk: steps begin ... begin + steps
+  int64_t begin = 0, steps = 0;        // the part of a chunk: steps begin ... begin + steps
+  bool fresh = false, last = false;    // whether a sequence starts with it; whether it ends the chunk
   T* base;
   int64_t used = 0;
 
@@ -194,20 +152,21 @@ class Tile {
   Matrix<T> B, C, B_turned, C_turned, dB, dC;
   Matrix<T> shared, dshared;                // C_i B_j, [i][j]
   Matrix<T> shared_turned, dshared_turned;  // [j][i]
-  T *order, *runs;                          // of each step its number, and the starts up to it
+  T* order;                                 // of each step its number
   // Of one head; [step][width]. push = x times the step size, y ungated, dout its gradient.
   Matrix<T> x, push, scaled, y, dout, dpush, push_turned, dout_turned;
-  Matrix<T> states, state_turned, dstate_turned;  // [n][width] of each head of the tile; [width][n]
+  Matrix<T> states, dS;                     // [n][width], the states of all heads of the tile
+  Matrix<T> state_turned, dstate_turned;    // [width][n]
   // From step j to step i, [i][j] (pairs [j][i] in `run`): decays, and with C Bᵀ; log decays' gradient.
   Matrix<T> decay, pairs, dlog;
   T *size, *slope;         // step sizes, and their slopes by what came in
   T *logs, *lost;          // log2 of the decay up to each step, and what its rounding lost
-  T *entering, *leaving;   // decays from before the chunk to each step, and from there to its end
+  T *entering, *leaving;   // decays from before the part to each step, and from there to its end
   T *dentering, *dleaving, *dexponent;  // gradients of their logarithms, and of each step's own
   T* below;                // sums of dlog over the rows from one on
-  T* skips;                // D
-  V *dots_in, *dots_out;
-  T total = 0;             // the decay through the chunk
+  T *skips, *dskips;       // D and its gradient
+  V* dots;
+  T total = 0;             // the decay through the part
 
   T* take(int64_t size) {
     used += size;
@@ -219,7 +178,10 @@ class Tile {
     return {take(rows * step), step};
   }
   Matrix<T> state_of(int64_t k) const { return {states[k * p.state], states.step}; }
-  int64_t token(int64_t s) const { return p.reverse ? p.tokens - 1 - begin - s : begin + s; }
+  int64_t end_of(int64_t chunk) const { return std::min((chunk + 1) * p.chunk, p.tokens); }
+  int64_t token_of(int64_t step) const { return p.reverse ? p.tokens - 1 - step : step; }
+  int64_t token(int64_t s) const { return token_of(begin + s); }
+  bool starts(int64_t step) const { return p.starts && *p.starts.at<uint8_t>(batch, token_of(step)); }
   bool real(int64_t s) const { return !p.mask || *p.mask.at<uint8_t>(batch, token(s)); }
   int columns(int64_t c) const { return int(std::min<int64_t>(W, p.width - c)); }
   static V get(const T* from) { return load(from, 1, W); }
@@ -263,17 +225,6 @@ class Tile {
     }
   }
 
-  // `to` becomes the transpose of the first rows and columns of `from`, with zeros to whole panels.
-  static void turn(Matrix<T> to, Matrix<T> from, int64_t rows, int64_t columns) {
-    for (int64_t k = 0; rows % PANEL<T> && k < columns; ++k) {
-      std::fill(to[k] + rows / W * W, to[k] + whole<T>(rows), T(0));
-    }
-    pack_columns<T>(to.data, to.step, int(rows), columns, [&](int64_t i) { return from[i]; });
-    for (int64_t k = 0; rows % W && k < columns; ++k) {
-      std::fill(to[k] + rows, to[k] + (rows + W - 1) / W * W, T(0));
-    }
-  }
-
   // `to` = each row of `from` times its factor.
   void scale(Matrix<T> to, Matrix<T> from, const T* factors) const {
     for (int64_t s = 0; s < steps; ++s) {
@@ -283,19 +234,18 @@ class Tile {
     }
   }
 
-  // Begin a chunk: what its heads share.
-  void enter(int64_t chunk) {
-    begin = chunk * p.chunk;
-    steps = std::min(p.chunk, p.tokens - begin);
-    int64_t seen = 0;
+  // Begin a part of a chunk: what its heads share.
+  void enter(int64_t from, int64_t to, bool is_last) {
+    begin = from;
+    steps = to - from;
+    fresh = starts(from);
+    last = is_last;
     for (int64_t s = 0; s < steps; ++s) {
       fetch(B[s], p.B, s, group, p.state);
       fetch(C[s], p.C, s, group, p.state);
-      if (p.starts) seen += *p.starts.at<uint8_t>(batch, token(s)) != 0;
-      runs[s] = T(seen);
     }
-    turn(B_turned, B, steps, p.state);
-    turn(C_turned, C, steps, p.state);
+    turn<T>(B_turned, B, steps, p.state);
+    turn<T>(C_turned, C, steps, p.state);
   }
   void share_turned() {
     const auto depth = [n = p.state](int64_t first, int64_t, int64_t c) {
@@ -304,7 +254,7 @@ class Tile {
     product<T>(steps, steps, B_turned, C_turned, depth, keep(shared_turned));
   }
 
-  // Exponents of the decays from one step to another, those after it in time.
+  // The decays from some steps to others.
   static V decays(V sums, V lost, V sums_before, V lost_before) {
     return exp2_any<T>((sums - sums_before) + (lost - lost_before));
   }
@@ -331,50 +281,87 @@ class Tile {
     T sum = 0, gone = 0;
     for (int64_t s = 0; s < steps; ++s) {
       if (!real(s)) size[s] = slope[s] = 0;
-      const T exponent = size[s] * (A * LOG2E<T>), before = sum;
+      // no sum of a chunk may be infinite, or its difference to another would be NaN
+      const T wanted = size[s] * (A * LOG2E<T>), before = sum;
+      const T exponent = wanted < T(-LARGE) ? T(-LARGE) : wanted;
       sum += exponent;
       gone += (before - sum) + exponent;
       logs[s] = sum;
       lost[s] = gone;
       fetch(x[s], p.x, s, h, p.width);
     }
-    const int64_t last = steps - 1;
     for (int64_t s = 0; s < steps; s += W) {
-      const V run = get(runs + s);
-      const V in = exp2_any<T>(get(logs + s));
-      const V out = decays(splat(sum), splat(gone), get(logs + s), get(lost + s));
-      store(entering + s, 1, W, run == T(0) ? in : V{});
-      store(leaving + s, 1, W, run == runs[last] ? out : V{});
+      store(entering + s, 1, W, exp2_any<T>(get(logs + s)));
+      store(leaving + s, 1, W, decays(splat(sum), splat(gone), get(logs + s), get(lost + s)));
     }
-    total = entering[last];
+    total = entering[steps - 1];
     scale(push, x, size);
   }
 
-  // Results before the gate, from the state before the chunk.
+  // Results of a head, and its state from before the part to behind it.
+  void advance(int64_t h, Matrix<T> S) {
+    stage(h);
+    run(S);
+    for (int64_t s = 0; s < steps; ++s) {
+      T* to = p.y.at<T>(batch, token(s), h);
+      for (int64_t c = 0; c < p.width; c += W) {
+        V result{};
+        if (real(s)) {
+          result = get(y[s] + c);
+          if (p.z) {
+            const V z = load(p.z.at<T>(batch, token(s), h, c), p.z.stride[3], columns(c));
+            result *= z * logistic<T>(z, exp_minus_magnitude<T>(z));
+          }
+        }
+        store(to + c, 1, columns(c), result);
+      }
+    }
+    if (!last) return;  // another sequence follows
+    scale(scaled, push, leaving);
+    product<T>(p.state, p.width, B, scaled, all(steps), pass_on(S));
+  }
+
+  // A state, or its gradient, decays through the part and gets the sums added; nothing of it is left
+  // where a sequence starts.
+  auto pass_on(Matrix<T> S) const {
+    return [this, S](int64_t n, int64_t c, const V(&sums)[2]) {
+      for (int half = 0; half < 2; ++half) {
+        T* at = S[n] + c + half * W;
+        store(at, 1, W, fresh ? sums[half] : get(at) * total + sums[half]);
+      }
+    };
+  }
+
+  // Results before the gate, from the state before the part.
   void run(Matrix<T> S) {
     for (int64_t j = 0; j < steps; ++j) {
       int64_t i = j / W * W;
       std::fill(pairs[j], pairs[j] + i, T(0));
       for (; i < steps; i += W) {
         const V d = decays(get(logs + i), get(lost + i), splat(logs[j]), splat(lost[j]));
-        V pair = get(shared_turned[j] + i) * d;
-        if (p.starts) pair = get(runs + i) == runs[j] ? pair : V{};
+        const V pair = get(shared_turned[j] + i) * d;
         store(pairs[j] + i, 1, W, get(order + i) >= T(j) ? pair : V{});
       }
     }
-    product<T>(steps, p.width, C_turned, S, all(p.state), [&](int64_t i, int64_t c, const V(&sums)[2]) {
-      for (int half = 0; half < 2; ++half) {
-        const int64_t at = c + half * W;
-        store(y[i] + at, 1, W, sums[half] * entering[i] + get(x[i] + at) * get(skips + at));
+    product<T>(steps, p.width, pairs, push, up_to_last, keep(y));
+    if (!fresh) {
+      product<T>(steps, p.width, C_turned, S, all(p.state), [&](int64_t i, int64_t c, const V(&sums)[2]) {
+        for (int half = 0; half < 2; ++half) {
+          T* at = y[i] + c + half * W;
+          store(at, 1, W, get(at) + sums[half] * entering[i]);
+        }
+      });
+    }
+    for (int64_t s = 0; p.D && s < steps; ++s) {
+      for (int64_t c = 0; c < whole<T>(p.width); c += W) {
+        store(y[s] + c, 1, W, get(y[s] + c) + get(x[s] + c) * get(skips + c));
       }
-    });
-    product<T>(steps, p.width, pairs, push, up_to_last, add(y));
+    }
   }
 
-  // Gradients of a head within a chunk; its state's gradient goes from behind it to before it.
+  // Gradients of a head; that of its state goes from behind the part to before it.
   void retreat(int64_t h, int64_t chunk) {
     const Matrix<T> S{p.states.at<T>(batch, h, chunk * p.state), p.width};
-    const Matrix<T> dS{p.dstate.at<T>(batch, h), p.dstate.stride[2]};
     stage(h);
     for (int64_t s = 0; s < steps; ++s) {
       if (p.dy) {
@@ -384,37 +371,61 @@ class Tile {
       }
     }
     if (p.z) retreat_through_gate(h, S);
+    turn<T>(dout_turned, dout, steps, p.width);
+    turn<T>(push_turned, push, steps, p.width);
+    std::fill(dentering, dentering + steps, T(0));
+    std::fill(dleaving, dleaving + steps, T(0));
+    T dtotal = 0;
+    if (last) {
+      for (int64_t n = 0; n < p.state; ++n) {
+        for (int64_t c = 0; c < whole<T>(p.width); c += W) {
+          const T* from = p.dstate.at<T>(batch, h, n, c);
+          store(dS[n] + c, 1, W, c < p.width ? load(from, 1, columns(c)) : V{});
+        }
+      }
+      if (!fresh) dtotal = dot(S, dS) * total;
+      retreat_from_state();
+    }
+    retreat_from_pairs();
+    if (!fresh) retreat_to_state(S);
+    for (int64_t n = 0; n < p.state; ++n) {
+      T* to = p.dstate.at<T>(batch, h, n);
+      fresh ? void(std::fill(to, to + p.width, T(0))) : put(to, dS[n]);
+    }
+    sum_exponents(dtotal);
+    give(h);
+  }
+
+  // What is pushed into the state behind the part, and by what.
+  void retreat_from_state() {
+    turn<T>(dstate_turned, dS, p.state, p.width);
+    product<T>(steps, p.width, B_turned, dS, all(p.state), [&](int64_t j, int64_t c, const V(&sums)[2]) {
+      store(dpush[j] + c, 1, W, sums[0] * leaving[j]);
+      store(dpush[j] + c + W, 1, W, sums[1] * leaving[j]);
+    });
+    weigh(push_turned, dstate_turned, B, leaving, dB, dleaving);
+  }
+
+  // What is pushed into the results of the step itself and later ones, and the pairs.
+  void retreat_from_pairs() {
     for (int64_t i = 0; i < steps; ++i) {
       for (int64_t j = 0; j < whole<T>(steps); j += W) {
         V d{}, pair{};
         if (j <= i) {
+          const auto earlier = get(order + j) <= T(i);
           d = decays(splat(logs[i]), splat(lost[i]), get(logs + j), get(lost + j));
-          if (p.starts) d = get(runs + j) == runs[i] ? d : V{};
-          d = get(order + j) <= T(i) ? d : V{};
           pair = get(shared[i] + j) * d;
+          d = earlier ? d : V{};
+          pair = earlier ? pair : V{};
         }
         store(decay[i] + j, 1, W, d);
         store(pairs[i] + j, 1, W, pair);
       }
     }
-    scale(scaled, dout, entering);
-    turn(dout_turned, dout, steps, p.width);
-    turn(push_turned, push, steps, p.width);
-    turn(state_turned, S, p.state, p.width);
-    turn(dstate_turned, dS, p.state, p.width);
-    V through{};
-    for (int64_t n = 0; n < p.state; ++n) {
-      for (int64_t c = 0; c < p.width; c += W) through += load(S[n] + c, 1, columns(c)) * get(dS[n] + c);
+    if (!last) {
+      for (int64_t s = 0; s < steps; ++s) std::fill(dpush[s], dpush[s] + whole<T>(p.width), T(0));
     }
-
-    // what is pushed: into the state after the chunk, and into the results of later steps
-    product<T>(steps, p.width, B_turned, dS, all(p.state), [&](int64_t j, int64_t c, const V(&sums)[2]) {
-      store(dpush[j] + c, 1, W, sums[0] * leaving[j]);
-      store(dpush[j] + c + W, 1, W, sums[1] * leaving[j]);
-    });
     product<T>(steps, p.width, pairs, dout, from_first(), add(dpush));
-
-    // the pairs
     product<T>(steps, steps, dout_turned, push_turned, before(p.width),
                [&](int64_t i, int64_t c, const V(&sums)[2]) {
                  for (int half = 0; half < 2; ++half) {
@@ -423,42 +434,48 @@ class Tile {
                    store(dshared[i] + j, 1, W, get(dshared[i] + j) + sums[half] * get(decay[i] + j));
                  }
                });
+  }
 
-    // C by the state before the chunk, B by the gradient of the one after it; both also by what their
-    // decays are multiplied with
-    const auto weigh = [&](Matrix<T> by, const T* factors, V* dots, Matrix<T> to) {
-      return [=](int64_t i, int64_t c, const V(&sums)[2]) {
-        for (int half = 0; half < 2; ++half) {
-          const int64_t at = c + half * W;
-          dots[i] += sums[half] * get(by[i] + at);
-          store(to[i] + at, 1, W, get(to[i] + at) + sums[half] * factors[i]);
-        }
-      };
-    };
-    std::fill(dots_in, dots_in + steps, V{});
-    std::fill(dots_out, dots_out + steps, V{});
-    product<T>(steps, p.state, dout_turned, state_turned, all(p.width), weigh(C, entering, dots_in, dC));
-    product<T>(steps, p.state, push_turned, dstate_turned, all(p.width), weigh(B, leaving, dots_out, dB));
-    for (int64_t s = 0; s < steps; ++s) {
-      dentering[s] = sum<T>(dots_in[s]) * entering[s];
-      dleaving[s] = sum<T>(dots_out[s]) * leaving[s];
+  // The state before the part, and what it is multiplied with.
+  void retreat_to_state(Matrix<T> S) {
+    turn<T>(state_turned, S, p.state, p.width);
+    weigh(dout_turned, state_turned, C, entering, dC, dentering);
+    scale(scaled, dout, entering);
+    if (!last) {  // nothing came from behind it
+      product<T>(p.state, p.width, C, scaled, all(steps), keep(dS));
+    } else {
+      product<T>(p.state, p.width, C, scaled, all(steps), pass_on(dS));
     }
+  }
 
-    // the state before the chunk
-    product<T>(p.state, p.width, C, scaled, all(steps), [&](int64_t n, int64_t c, const V(&sums)[2]) {
+  // `to` += Xᵀ Y, each row times its factor, and the gradient of the factor's logarithm if that product
+  // is what `by` is multiplied with.
+  void weigh(Matrix<T> X, Matrix<T> Y, Matrix<T> by, const T* factors, Matrix<T> to, T* dfactors) {
+    std::fill(dots, dots + steps, V{});
+    product<T>(steps, p.state, X, Y, all(p.width), [&](int64_t i, int64_t c, const V(&sums)[2]) {
       for (int half = 0; half < 2; ++half) {
-        T* at = dS[n] + c + half * W;
-        store(at, 1, W, get(at) * total + sums[half]);
+        const int64_t at = c + half * W;
+        dots[i] += sums[half] * get(by[i] + at);
+        store(to[i] + at, 1, W, get(to[i] + at) + sums[half] * factors[i]);
       }
     });
-    sum_exponents(sum<T>(through) * total);
-    give(h);
+    for (int64_t s = 0; s < steps; ++s) dfactors[s] = sum<T>(dots[s]) * factors[s];
+  }
+
+  T dot(Matrix<T> kept, Matrix<T> other) const {
+    V products{};
+    for (int64_t n = 0; n < p.state; ++n) {
+      for (int64_t c = 0; c < p.width; c += W) {
+        products += load(kept[n] + c, 1, columns(c)) * get(other[n] + c);
+      }
+    }
+    return sum<T>(products);
   }
 
   // dz, and dout by what goes through the gate.
   void retreat_through_gate(int64_t h, Matrix<T> kept) {
     const Matrix<T> S = state_of(0);
-    for (int64_t n = 0; n < p.state; ++n) {
+    for (int64_t n = 0; !fresh && n < p.state; ++n) {
       for (int64_t c = 0; c < whole<T>(p.width); c += W) {
         store(S[n] + c, 1, W, c < p.width ? load(kept[n] + c, 1, columns(c)) : V{});
       }
@@ -482,7 +499,7 @@ class Tile {
 
   // The gradient of each step's exponent: of the pairs that it lies between, each added where it
   // belongs (as a difference of sums, those around a large step would be lost in what cancels), of the
-  // decays to the steps from it on, from the steps before it, and through the chunk.
+  // decays to the steps from it on, from the steps before it, and through the part.
   void sum_exponents(T dtotal) {
     T later = 0, earlier = 0;
     std::fill(below, below + whole<T>(steps), T(0));
@@ -504,24 +521,27 @@ class Tile {
 
   // Results: gradients of x and delta, and the head's sums.
   void give(int64_t h) {
-    T* to = p.sums.at<T>(batch, h);
+    double* to = p.sums.at<double>(batch, h);
     const T A = *p.A.at<T>(h);
     T dA = 0, dbias = 0;
+    std::fill(dskips, dskips + whole<T>(p.width), T(0));
     for (int64_t s = 0; s < steps; ++s) {
       const bool is_real = real(s);
-      V dot{};
+      V products{};
       for (int64_t c = 0; c < p.width; c += W) {
         const V dp = get(dpush[s] + c), g = get(dout[s] + c), value = get(x[s] + c);
-        dot += dp * value;
-        const V dx = is_real ? dp * size[s] + g * get(skips + c) : V{};
-        store(p.dx.at<T>(batch, token(s), h, c), 1, columns(c), dx);
-        store(to + c, 1, columns(c), load(to + c, 1, columns(c)) + g * value);
+        products += dp * value;
+        V dx = dp * size[s];
+        if (p.D) dx += g * get(skips + c);
+        store(p.dx.at<T>(batch, token(s), h, c), 1, columns(c), is_real ? dx : V{});
+        store(dskips + c, 1, W, get(dskips + c) + g * value);
       }
-      const T ddelta = is_real ? (sum<T>(dot) + dexponent[s] * A) * slope[s] : T(0);
+      const T ddelta = is_real ? (sum<T>(products) + dexponent[s] * A) * slope[s] : T(0);
       *p.ddelta.at<T>(batch, token(s), h) = ddelta;
       dA += dexponent[s] * size[s];
       dbias += ddelta;
     }
+    for (int64_t c = 0; c < p.width; ++c) to[c] += dskips[c];
     to[p.width] += dA;
     to[p.width + 1] += dbias;
   }
@@ -574,8 +594,6 @@ extern "C" {
 int64_t brickwork_ssd_scratch(const Scan* scan) {
   return std::max(Tile<float>::scratch(*scan), Tile<double>::scratch(*scan));
 }
-// What the width of a head grows to in whole panels.
-int64_t brickwork_ssd_padded(const Scan* scan) { return whole<float>(scan->width); }
 void brickwork_ssd_forward_float32(const Scan* scan) { forward<float>(*scan); }
 void brickwork_ssd_forward_float64(const Scan* scan) { forward<double>(*scan); }
 void brickwork_ssd_backward_float32(const Scan* scan) { backward<float>(*scan); }

@@ -1,10 +1,14 @@
 """The scan of Mamba-2 compiled for the CPU: `ssd_scan_cpu.cpp` as a PyTorch op.
 
 The exponential of a decay, exp(a), has a relative error below (2 + 2 |a|) · 1e-7 in float32; it is
-0 below the normal numbers. Deterministic, whatever the number of threads. Extra memory beyond
-results and gradients: about a MB per thread; if a gradient will be asked for, the state at the
-start of every chunk of Q tokens, N / Q times x's size; in backward one state's gradient, and each
-tile's share in the gradients of B and C, for one chunk.
+0 below the normal numbers. Deterministic, whatever the number of threads. No number of a packed
+sequence meets one of another, so that NaN stays in its sequence.
+
+Extra memory beyond results and gradients: half a MB per thread, and for chunks longer than the
+default 64 tokens 7 Q² numbers; if a gradient will be asked for, the state at the start of every
+chunk, max(N / Q, N / T) times x's size; in backward the gradient of one state, and each tile's
+share in the gradients of B and C, for one chunk. Inputs of half precision are widened for the time
+of a call, not until backward.
 
 H heads of width P, N state, Q tokens of a chunk.
 """
@@ -58,12 +62,10 @@ def ssd_scan_cpu(
 ) -> tuple[Tensor, Tensor]:
     """`ssd_scan` for checked arguments, with sequence starts."""
     floating = (x, delta, A, B, C, D, z, delta_bias, initial_state)
-    dtype = compute_dtype(*floating)
-    wide = [None if t is None else t.to(dtype) for t in floating]
-    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in wide)
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in floating)
     flags = softplus, reverse, chunk_size
-    y, final_state, _ = _ops.ssd_scan_cpu(*wide, mask, starts, *flags, keep)
-    return y.to(x.dtype), final_state
+    y, final_state, _ = _ops.ssd_scan_cpu(*floating, mask, starts, *flags, keep)
+    return y, final_state
 
 
 def _forward(
@@ -84,20 +86,22 @@ def _forward(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, the final state and, if `keep`, the states (B, H, chunks · N, P) where a chunk starts."""
-    if initial_state is not None and initial_state.stride(-1) != 1:
-        initial_state = initial_state.contiguous()
-    results = _empty_results(x, B, chunk_size, keep)
+    floating = (x, delta, A, B, C, D, z, delta_bias, initial_state)
+    results = _empty_results(floating, chunk_size, keep)
     y, final_state, states = results
     if y.numel() == 0:
         final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
         return results
-    scan = _scan(
-        *(x, delta, A, B, C, D, z, delta_bias, initial_state, mask, starts),
-        *(softplus, reverse, chunk_size),
-    )
-    scan.y, scan.final_state = array(y), array(final_state)
+    wide = _widened(floating)
+    if initial_state is not None and wide[8].stride(-1) != 1:
+        wide[8] = wide[8].contiguous()
+    scan = _scan(wide, mask, starts, softplus, reverse, chunk_size)
+    wide_y = y if y.dtype == final_state.dtype else y.to(final_state.dtype)
+    scan.y, scan.final_state = array(wide_y), array(final_state)
     scan.states = array(states if keep else None)
-    cpu_extension.run(_LIBRARY, "ssd", "forward", x.dtype, [scan])
+    cpu_extension.run(_LIBRARY, "ssd", "forward", final_state.dtype, [scan])
+    if wide_y is not y:
+        y.copy_(wide_y)
     return results
 
 
@@ -121,88 +125,80 @@ def _backward(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, delta, A, B, C, D, z, delta_bias and initial_state, in this order."""
-    grads = _empty_gradients(x, delta, A, B, D, z, initial_state)
-    dx, ddelta, dA, dB, dC, dD, dz, dbias, _ = grads
+    floating = (x, delta, A, B, C, D, z, delta_bias, initial_state)
+    grads = _empty_gradients(floating)
     if x.numel() == 0:
         for grad in grads:
             grad.zero_()
-        return _passed_on(grads, dfinal)
-    scan = _scan(
-        *(x, delta, A, B, C, D, z, delta_bias, initial_state, mask, starts),
-        *(softplus, reverse, chunk_size),
-    )
-    rows, heads, width = x.shape[0], *x.shape[2:]
-    padded = cpu_extension.load(_LIBRARY).brickwork_ssd_padded(ctypes.byref(scan))
-    dstate = x.new_zeros(rows, heads, scan.state, padded)
+        if initial_state is not None and dfinal is not None:
+            grads[-1].copy_(dfinal)
+        return grads
+    dtype = states.dtype
+    wide = _widened(floating)
+    scan = _scan(wide, mask, starts, softplus, reverse, chunk_size)
+    of_tokens = [grads[i].to(dtype) for i in (0, 1, 3, 4, 6)]  # the same where they are wide
+    dy = None if dy is None else dy.to(dtype)
+    (rows, _, heads, width), state = x.shape, B.shape[3]
+    dstate = states.new_zeros(rows, heads, state, width)
     if dfinal is not None:
-        dstate[..., :width] = dfinal.mT
-    sums = x.new_zeros(rows, heads, width + 2)
+        dstate.copy_(dfinal.mT)
+    sums = states.new_zeros(rows, heads, width + 2, dtype=torch.float64)
     tasks = rows * scan.groups * -(-(heads // scan.groups) // scan.tile)
-    shares = x.new_empty(2, tasks, scan.chunk, scan.state)
+    shares = states.new_empty(2, tasks, scan.chunk, state)
     scan.states, scan.dy, scan.dstate = array(states), array(dy), array(dstate)
-    scan.dx, scan.ddelta, scan.dB, scan.dC = map(array, (dx, ddelta, dB, dC))
-    scan.dz = array(None if z is None else dz)
+    scan.dx, scan.ddelta, scan.dB, scan.dC, scan.dz = map(array, of_tokens)
     scan.sums, scan.shares = array(sums), array(shares)
-    cpu_extension.run(_LIBRARY, "ssd", "backward", x.dtype, [scan])
-    for row in sums[1:]:  # one after the other: the order of a sum must not depend on threads
-        sums[0] += row
-    skips = sums[0, :, :width]
-    dD.copy_(skips if dD.dim() == 2 else skips.sum(-1))
-    dA.copy_(sums[0, :, -2])
-    dbias.copy_(sums[0, :, -1])
-    return _passed_on(grads, dstate[..., :width].mT)
-
-
-def _passed_on(grads: Any, dstate: Tensor | None) -> Any:
-    """The gradients, the last of them filled with what arrives in front of the first token."""
-    if grads[-1].numel() and dstate is not None:
-        grads[-1].copy_(dstate)
+    cpu_extension.run(_LIBRARY, "ssd", "backward", dtype, [scan])
+    total = cpu_extension.add_rows(sums)
+    dD = total[:, :width]
+    per_head = (total[:, -2], dD if D is None or D.dim() == 2 else dD.sum(-1), total[:, -1])
+    for grad, found in zip(grads, _in_order(of_tokens, per_head, dstate.mT)):
+        if grad.numel() and grad is not found:
+            grad.copy_(found)
     return grads
 
 
-def _empty_results(
-    x: Tensor, B: Tensor, chunk_size: int, keep: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _in_order(of_tokens: Any, per_head: Any, dinitial: Tensor) -> tuple[Tensor, ...]:
+    (dx, ddelta, dB, dC, dz), (dA, dD, dbias) = of_tokens, per_head
+    return dx, ddelta, dA, dB, dC, dD, dz, dbias, dinitial
+
+
+def _widened(floating: tuple[Tensor | None, ...]) -> list[Any]:
+    dtype = compute_dtype(*floating)
+    return [None if t is None else t.to(dtype) for t in floating]
+
+
+def _empty_results(floating: Any, chunk_size: int, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
     """With an axis of chunks alone torch.compile would tell programs with one from others."""
-    (rows, tokens, heads, width), state = x.shape, B.shape[3]
+    x, state = floating[0], floating[3].shape[3]
+    rows, tokens, heads, width = x.shape
     chunks = -(-tokens // chunk_size) if keep else 0
-    like: Any = {"dtype": x.dtype, "device": x.device}
+    dtype = compute_dtype(*floating)
     return (
-        torch.empty(x.shape, **like),
-        torch.empty(rows, heads, width, state, **like),
-        torch.empty(rows, heads, chunks * state, width, **like),
+        torch.empty(x.shape, dtype=x.dtype, device=x.device),
+        torch.empty(rows, heads, width, state, dtype=dtype, device=x.device),
+        torch.empty(rows, heads, chunks * state, width, dtype=dtype, device=x.device),
     )
 
 
 def _empty_gradients(
-    x: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    initial_state: Tensor | None,
+    floating: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of what is absent, gradients that nobody asks for: of D one, of z and the state none."""
-    like: Any = {"dtype": x.dtype, "device": x.device}
-    shapes = (
-        *(x.shape, delta.shape, A.shape, B.shape, B.shape),
-        A.shape if D is None else D.shape,
-        (0,) if z is None else x.shape,
-        A.shape,
-        (0,) if initial_state is None else initial_state.shape,
+    """Contiguous; without numbers for what is absent."""
+    like = floating[0]
+    dx, ddelta, dA, dB, dC, dD, dz, dbias, dinitial = (
+        like.new_empty(0) if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device)
+        for t in floating
     )
-    dx, ddelta, dA, dB, dC, dD, dz, dbias, dinitial = (torch.empty(s, **like) for s in shapes)
     return dx, ddelta, dA, dB, dC, dD, dz, dbias, dinitial
 
 
-def _fake_forward(x: Tensor, delta: Tensor, A: Tensor, B: Tensor, *others: Any) -> Any:
-    return _empty_results(x, B, *others[-2:])
+def _fake_forward(*arguments: Any) -> Any:
+    return _empty_results(arguments[:9], *arguments[-2:])
 
 
 def _fake_backward(dy: Any, dfinal: Any, states: Tensor, *inputs: Any) -> Any:
-    x, delta, A, B, _, D, z, _, initial_state, *_ = inputs
-    return _empty_gradients(x, delta, A, B, D, z, initial_state)
+    return _empty_gradients(inputs[:9])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -244,22 +240,15 @@ class _Scan(ctypes.Structure):
 
 
 def _scan(
-    x: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    delta_bias: Tensor | None,
-    initial_state: Tensor | None,
+    wide: list[Any],
     mask: Tensor | None,
     starts: Tensor | None,
     softplus: bool,
     reverse: bool,
     chunk_size: int,
 ) -> Any:
-    """The struct with sizes and inputs; the tensors must outlive it."""
+    """The struct with sizes and inputs, widened; the tensors must outlive it."""
+    x, delta, A, B, C, D, z, delta_bias, initial_state = wide
     scan: Any = _Scan()
     scan.batch, scan.tokens, scan.heads, scan.width = x.shape
     scan.groups, scan.state = B.shape[2:]

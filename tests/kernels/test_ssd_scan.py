@@ -164,6 +164,27 @@ def test_padding_holds_anything(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("A", [-1e37, -torch.inf])
+def test_a_decay_that_forgets_at_once(backend, A):
+    """The sum of a chunk's exponents is infinite in float32."""
+    x = torch.ones(1, 3, 1, 1)
+    y, state = ssd_scan(x, x[..., 0] * 30, torch.tensor([A]), x, x, backend=backend)
+    assert (y == 30).all()
+    assert (state == 30).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_infinities_give_what_they_give_without_the_others(backend):
+    """Without D there is no product with it, and padding is 0 whatever the state is."""
+    x = torch.full((1, 1, 1, 1), torch.inf)
+    one = torch.ones(1, 1, 1)
+    five = (x, one, -one[0, 0], one[..., None], one[..., None])
+    assert ssd_scan(*five, backend=backend).y.item() == torch.inf
+    y, state = ssd_scan(*five, initial_state=x, mask=one[0] < 0, backend=backend)
+    assert (y.item(), state.item()) == (0, torch.inf)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("reverse", [False, True])
 def test_large_decay_and_step_sizes_from_minus_30_to_30(backend, reverse):
     """Float32 against float64, small steps after large ones. Field notes, Mamba: #352, #353, #445,

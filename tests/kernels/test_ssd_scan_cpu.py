@@ -173,6 +173,56 @@ def test_packed_is_separate(lengths, reverse):
         assert_close(a, e, terms=p.terms)
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("sick", [0, 1, 2])
+def test_a_sequence_of_nan_stays_alone(sick, reverse):
+    """In a packed row it reaches no result and no gradient of a token of another sequence."""
+    lengths = torch.tensor([5, 66, 30])
+    ids = torch.repeat_interleave(torch.arange(3), lengths)[None]
+    p = Problem(1, 101, 5, 17, 6, 1, {"D", "z", "delta_bias", "initial_state"}, reverse=reverse)
+    p.flags["seq_ids"] = ids
+    by_token = [t.shape[:2] == ids.shape for t in p.floats]
+    for t in (t for t, by in zip(p.floats, by_token) if by):
+        t[ids == sick] = torch.nan
+    leaves = [t.requires_grad_() for t in p.floats]
+    y, state = p.scan("cpu")(*leaves)
+    assert y[ids != sick].isfinite().all()
+    assert state.isfinite().all() or sick == (0 if reverse else 2)
+    grads = torch.autograd.grad([y.sum(), state.sum()], leaves)
+    for grad in (g for g, by in zip(grads, by_token) if by):
+        assert grad[ids != sick].isfinite().all()
+    assert grads[-1].isfinite().all() or sick == (2 if reverse else 0)
+
+
+def test_sums_over_many_tokens_and_rows_do_not_drift():
+    """Gradients of parameters are sums of sums, not one running sum in float32."""
+    for B, T in [(1, 2**14), (2**12, 4)]:
+        x = torch.full((B, T, 1, 1), 0.1)
+        one = torch.ones(1)
+        leaves = [t.requires_grad_() for t in (-one, one.clone(), one.clone())]
+
+        def run(backend, dtype, x=x, leaves=leaves):
+            A, D, bias = (t.to(dtype) for t in leaves)
+            wide = x.to(dtype)
+            y, _ = ssd_scan(
+                wide, wide[..., 0], A, wide, wide, D=D, delta_bias=bias, backend=backend
+            )
+            return torch.autograd.grad(y.sum(), leaves)
+
+        for a, e in zip(run("cpu", torch.float32), run("torch", torch.float64)):
+            assert_close(a, e, terms=64)
+
+
+def test_half_precision_is_kept_for_backward_as_it_came():
+    p = Problem(2, 40, 4, 18, 5)
+    kept = []
+    leaves = [t.bfloat16().requires_grad_() for t in p.floats]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        p.scan("cpu")(*leaves)
+    wide = [t for t in kept if t.dtype == torch.float32]
+    assert [t.shape for t in wide] == [(2, 4, 5, 18)]  # the states at the start of the one chunk
+
+
 def test_masked_tokens_may_hold_anything():
     """fla#1272, mamba#66: padding is passed over, whatever it holds, and gets no gradient."""
     p = Problem(2, 70, 5, 17, 6, 1, ALL - {"seq_ids"})

@@ -108,7 +108,8 @@ def _backward(
         dy, x, *_small(weight, bias, initial_state, order, count, starts), dx,
         dinitial.mT if initial_state is not None else None, sums, dy.stride(0), dy.stride(1),
         x.stride(0), x.stride(1), tokens, channels, per_program, WIDTH=width, SILU=silu,
-        REVERSE=reverse, UNROLL=tile.unroll, BLOCK=tile.block, num_warps=launch_warps(tile.warps),
+        REVERSE=reverse, UNROLL=tile.unroll, TILED=tile.tiled, BLOCK=tile.block,
+        num_warps=launch_warps(tile.warps),
     )  # fmt: skip
     total = sums.sum(0)
     dweight.copy_(total[:width].mT)
@@ -196,11 +197,13 @@ _backward_op = triton_support.register("causal_conv1d_triton_backward", _backwar
 
 
 class Tile(NamedTuple):
-    """Channels of a program, its warps, and tokens whose loads are in flight together."""
+    """Channels of a program, its warps, tokens whose loads are in flight together, and whether
+    they are loaded as one tile."""
 
     block: int
     warps: int
     unroll: int
+    tiled: bool = False
 
 
 def _forward_tile(channels: int, width: int, dtype: torch.dtype, lanes: int) -> Tile:
@@ -210,9 +213,15 @@ def _forward_tile(channels: int, width: int, dtype: torch.dtype, lanes: int) -> 
 
 
 def _backward_tile(channels: int, width: int, dtype: torch.dtype, lanes: int) -> Tile:
-    """Loads of 128 bits; of 64 for 16-bit numbers in filters wider than 4, whose sums would not
-    fit the registers."""
-    a_thread = 4 if width > 4 else 16 // dtype.itemsize
+    """Loads of 128 bits.
+
+    In filters wider than 4 the sums of more than four channels would not fit a thread's registers:
+    of 16-bit numbers two tokens are a tile, and a warp is a program, so that its threads exchange
+    what they loaded without a barrier.
+    """
+    if width > 4 and dtype.itemsize == 2:
+        return Tile(4 * lanes, 1, 2, tiled=True)
+    a_thread = 16 // dtype.itemsize
     return _tile(channels, a_thread, lanes, 4 if a_thread * width <= 16 else 2)
 
 
@@ -248,7 +257,11 @@ def configurations() -> Iterator[Configuration]:
         (torch.bfloat16, 96, 4, every, True),
         (torch.float16, 96, 4, every, True),
         (torch.bfloat16, 96, 8, every, True),
+        (torch.bfloat16, 4096, 5, every, False),
+        (torch.bfloat16, 4096, 6, every, False),
+        (torch.bfloat16, 4096, 7, every, False),
         (torch.bfloat16, 4096, 8, every, True),
+        (torch.float16, 4096, 8, every, False),
         (torch.float32, 96, 8, every, True),
         (torch.float32, 4096, 4, every, True),
         (torch.float32, 4096, 8, every, True),
@@ -269,7 +282,7 @@ def configurations() -> Iterator[Configuration]:
                 num_warps=tile.warps,
                 launch_warps=True,
                 of_64_lanes={"BLOCK": of_64.block},
-                wide_loads=kernel is forward_kernel or width <= 4 or dtype == torch.float32,
+                wide_loads=True,
                 narrow_loads=24 if given == every else 0,  # of places, counts and starts
             )
 
@@ -280,7 +293,7 @@ def _arguments(
     types = {"WEIGHT": "*fp32", "BIAS": "*fp32", "ORDER": "*i64", "COUNT": "*i64"}
     types |= {"STARTS": "*u8", "SUMS": "*fp32"}
     constants: dict[str, Any] = {"WIDTH": width, "SILU": True, "REVERSE": reverse}
-    constants |= {"UNROLL": tile.unroll, "BLOCK": tile.block}
+    constants |= {"UNROLL": tile.unroll, "TILED": tile.tiled, "BLOCK": tile.block}
     optional = {"BIAS", "INITIAL", "ORDER", "COUNT", "STARTS"}
     if "INITIAL" not in given:
         constants["DINITIAL"] = None

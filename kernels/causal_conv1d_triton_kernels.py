@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from brickwork.kernels.tile_triton import columns_of, tile_of
+
 
 @triton.jit
 def _token(ORDER, b, s, tokens, REVERSE: tl.constexpr):
@@ -52,6 +54,56 @@ def _before(
         if STARTS is not None:
             start = tl.load(STARTS + b * tokens + t, mask=inside, other=0) != 0
             window = _cut(window, start)
+        window = window + (tap,)
+    return window
+
+
+@triton.jit
+def _rows(X, t, x_token, c, channels, real, UNROLL: tl.constexpr, BLOCK: tl.constexpr):
+    """X at UNROLL tokens, of which `real` are there, loaded as one tile."""
+    at = X + t[:, None] * x_token + c[None, :]
+    tile = tl.load(at, mask=real[:, None] & (c < channels)[None, :], other=0.0)
+    return columns_of(tl.permute(tile, (1, 0)), BLOCK, UNROLL)
+
+
+@triton.jit
+def _store_rows(Y, rows, t, c, channels, real, BLOCK: tl.constexpr):
+    """Rows of Y at the tokens of which `real` are there."""
+    at = Y + t[:, None] * channels + c[None, :]
+    tl.store(at, tile_of(rows, BLOCK), mask=real[:, None] & (c < channels)[None, :])
+
+
+@triton.jit
+def _starts_of(STARTS, b, t, inside, tokens, UNROLL: tl.constexpr):
+    """A bit for each of UNROLL tokens: whether a sequence starts at it."""
+    start = tl.load(STARTS + b * tokens + t, mask=inside, other=0) != 0
+    return tl.sum(start.to(tl.int32) << tl.arange(0, UNROLL))
+
+
+@triton.jit
+def _before_in_tiles(
+    X, INITIAL, ORDER, STARTS, b, begin, count, tokens, x_token, c, channels, WIDTH: tl.constexpr,
+    REVERSE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`_before` for filters of 5 to 8, from one tile."""
+    some: tl.constexpr = 4 if WIDTH == 5 else 8
+    s = begin - some + tl.arange(0, some)
+    wanted = (s >= begin - (WIDTH - 1)) & (s < count)
+    inside = wanted & (s >= 0)
+    t = _token(ORDER, b, s, tokens, REVERSE)
+    rows = _rows(X, t, x_token, c, channels, inside, some, BLOCK)
+    if INITIAL is not None:
+        at = INITIAL + b * (WIDTH - 1) * channels
+        initial = _rows(at, s + (WIDTH - 1), channels, c, channels, wanted & (s < 0), some, BLOCK)
+    if STARTS is not None:
+        starts = _starts_of(STARTS, b, t, inside, tokens, some)
+    window = ()
+    for i in tl.static_range(some - (WIDTH - 1), some):
+        tap = rows[i]
+        if INITIAL is not None:
+            tap = tl.where(begin - some + i < 0, initial[i], tap)
+        if STARTS is not None:
+            window = _cut(window, (starts >> i) & 1 != 0)
         window = window + (tap,)
     return window
 
@@ -136,7 +188,7 @@ def forward_kernel(
 def backward_kernel(
     DY, X, WEIGHT, BIAS, INITIAL, ORDER, COUNT, STARTS, DX, DINITIAL, SUMS, dy_batch, dy_token,
     x_batch, x_token, tokens, channels, per_program, WIDTH: tl.constexpr, SILU: tl.constexpr,
-    REVERSE: tl.constexpr, UNROLL: tl.constexpr, BLOCK: tl.constexpr,
+    REVERSE: tl.constexpr, UNROLL: tl.constexpr, TILED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A token's gradient is complete WIDTH - 1 tokens later, so the walk goes on for as many."""
     blocks, parts = tl.cdiv(channels, BLOCK), tl.cdiv(tokens, per_program)
@@ -150,9 +202,15 @@ def backward_kernel(
     DY += b * dy_batch
     DX += b * tokens * channels
     weights, bias = _filter(WEIGHT, BIAS, c, channels, WIDTH)
-    window = _before(
-        X, INITIAL, ORDER, STARTS, b, begin, count, tokens, x_token, c, channels, WIDTH, REVERSE
-    )
+    if TILED:
+        window = _before_in_tiles(
+            X, INITIAL, ORDER, STARTS, b, begin, count, tokens, x_token, c, channels, WIDTH,
+            REVERSE, BLOCK,
+        )  # fmt: skip
+    else:
+        window = _before(
+            X, INITIAL, ORDER, STARTS, b, begin, count, tokens, x_token, c, channels, WIDTH, REVERSE
+        )
     zero = tl.zeros((BLOCK,), tl.float32)
     waiting, linked, dweight = (), (), ()  # gradients of the window; whether it is of this sequence
     for _ in tl.static_range(WIDTH - 1):
@@ -161,8 +219,16 @@ def backward_kernel(
         dweight = dweight + (zero,)
     dbias = zero
     for first in range(begin, end + WIDTH - 1, UNROLL):
-        rows, slopes, places = (), (), ()
-        for j in tl.static_range(UNROLL):
+        rows, slopes, places, ready = (), (), (), ()
+        if TILED:
+            s = first + tl.arange(0, UNROLL)
+            t = _token(ORDER, b, s, tokens, REVERSE)
+            real = (s < end + WIDTH - 1) & (s < count)
+            rows = _rows(X, t, x_token, c, channels, real, UNROLL, BLOCK)
+            slopes = _rows(DY, t, dy_token, c, channels, real, UNROLL, BLOCK)
+            if STARTS is not None:
+                starts = _starts_of(STARTS, b, t, s < count, tokens, UNROLL)
+        for j in tl.static_range(0 if TILED else UNROLL):
             s = first + j
             t = _token(ORDER, b, s, tokens, REVERSE)
             real = (s < end + WIDTH - 1) & (s < count) & (c < channels)
@@ -172,7 +238,10 @@ def backward_kernel(
         for j in tl.static_range(UNROLL):
             s = first + j
             if STARTS is not None:
-                start = tl.load(STARTS + b * tokens + places[j], mask=s < count, other=0) != 0
+                if TILED:
+                    start = (starts >> j) & 1 != 0
+                else:
+                    start = tl.load(STARTS + b * tokens + places[j], mask=s < count, other=0) != 0
                 window = _cut(window, start)
                 kept = ()
                 for i in tl.static_range(WIDTH - 1):
@@ -198,15 +267,27 @@ def backward_kernel(
                     grads = grads + (waiting[k] + part,)
             dweight = sums
             done = s - (WIDTH - 1)
-            inside = (done >= begin) & (done < end)
-            at = DX + _token(ORDER, b, done, tokens, REVERSE) * channels + c
-            tl.store(at, grads[0].to(DX.dtype.element_ty), mask=inside & (c < channels))
-            if DINITIAL is not None:
-                at = DINITIAL + (b * (WIDTH - 1) + s) * channels + c
-                mask = (done < 0) & (c < channels)
-                tl.store(at, grads[0].to(DINITIAL.dtype.element_ty), mask=mask & (begin == 0))
+            if TILED:
+                ready = ready + (grads[0].to(DX.dtype.element_ty),)
+            else:
+                inside = (done >= begin) & (done < end)
+                at = DX + _token(ORDER, b, done, tokens, REVERSE) * channels + c
+                tl.store(at, grads[0].to(DX.dtype.element_ty), mask=inside & (c < channels))
+                if DINITIAL is not None:
+                    at = DINITIAL + (b * (WIDTH - 1) + s) * channels + c
+                    mask = (done < 0) & (c < channels)
+                    tl.store(at, grads[0].to(DINITIAL.dtype.element_ty), mask=mask & (begin == 0))
             window, waiting = taps[1:], grads[1:]
             linked = linked[1:] + (begin >= 0,) if WIDTH > 1 else ()
+        if TILED:
+            s = first + tl.arange(0, UNROLL)
+            done = s - (WIDTH - 1)
+            t = _token(ORDER, b, done, tokens, REVERSE)
+            inside = (done >= begin) & (done < end)
+            _store_rows(DX, ready, t, c, channels, inside, BLOCK)
+            if DINITIAL is not None:
+                at = DINITIAL + b * (WIDTH - 1) * channels
+                _store_rows(at, ready, s, c, channels, (done < 0) & (begin == 0), BLOCK)
     SUMS += row * (WIDTH + 1) * channels + c
     for k in tl.static_range(WIDTH):
         tl.store(SUMS + k * channels, dweight[k], mask=c < channels)

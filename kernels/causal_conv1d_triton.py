@@ -30,13 +30,15 @@ from brickwork.kernels.triton_support import (
     Configuration,
     cdiv,
     lanes,
+    launch_options,
     launch_warps,
     next_power_of_2,
 )
 from brickwork.kernels.triton_support import unavailable_here as unavailable_here
 
 _TOKENS = 16  # least that a program walks along
-_PROGRAMS = 8  # wanted for each multiprocessor
+_PROGRAMS = 8  # wanted for each multiprocessor; twice as many of those that work in tiles
+_REGISTERS = 255  # of a thread: left alone, the compiler would rather spill a few
 
 
 def causal_conv1d_triton(
@@ -77,7 +79,7 @@ def _forward(
     x = _dense(x)
     (batch, tokens, channels), width = x.shape, weight.shape[1]
     tile = _forward_tile(channels, width, x.dtype, lanes())
-    per_program = _tokens_per_program(x, tile.block)
+    per_program = _tokens_per_program(x, tile)
     grid = (batch * cdiv(tokens, per_program) * cdiv(channels, tile.block),)
     forward_kernel[grid](
         x, *_small(weight, bias, initial_state, order, count, starts), y, x.stride(0), x.stride(1),
@@ -101,7 +103,7 @@ def _backward(
     x, dy = _dense(x), _dense(dy)
     (batch, tokens, channels), width = x.shape, weight.shape[1]
     tile = _backward_tile(channels, width, x.dtype, lanes())
-    per_program = _tokens_per_program(x, tile.block)
+    per_program = _tokens_per_program(x, tile)
     rows = batch * cdiv(tokens, per_program)
     sums = torch.empty(rows, width + 1, channels, dtype=torch.float32, device=x.device)
     backward_kernel[(rows * cdiv(channels, tile.block),)](
@@ -109,7 +111,7 @@ def _backward(
         dinitial.mT if initial_state is not None else None, sums, dy.stride(0), dy.stride(1),
         x.stride(0), x.stride(1), tokens, channels, per_program, WIDTH=width, SILU=silu,
         REVERSE=reverse, UNROLL=tile.unroll, TILED=tile.tiled, BLOCK=tile.block,
-        num_warps=launch_warps(tile.warps),
+        **launch_options(tile.warps, registers=_registers(tile, starts is not None)),
     )  # fmt: skip
     total = sums.sum(0)
     dweight.copy_(total[:width].mT)
@@ -215,12 +217,13 @@ def _forward_tile(channels: int, width: int, dtype: torch.dtype, lanes: int) -> 
 def _backward_tile(channels: int, width: int, dtype: torch.dtype, lanes: int) -> Tile:
     """Loads of 128 bits.
 
-    In filters wider than 4 the sums of more than four channels would not fit a thread's registers:
-    of 16-bit numbers two tokens are a tile, and a warp is a program, so that its threads exchange
-    what they loaded without a barrier.
+    In filters wider than 4 the sums of more than four channels would not fit a thread's registers.
+    Of 16-bit numbers a thread loads eight channels of one of four tokens, and computes with two
+    channels of all four: what the threads exchange stays within the one warp of a program. Of the
+    bias, which is loaded once, a thread has 64 bits.
     """
     if width > 4 and dtype.itemsize == 2:
-        return Tile(4 * lanes, 1, 2, tiled=True)
+        return Tile(2 * lanes, 1, 4, tiled=True)
     a_thread = 16 // dtype.itemsize
     return _tile(channels, a_thread, lanes, 4 if a_thread * width <= 16 else 2)
 
@@ -230,11 +233,16 @@ def _tile(channels: int, a_thread: int, lanes: int, unroll: int) -> Tile:
     return Tile(block, block // (32 * a_thread), unroll)
 
 
-def _tokens_per_program(x: Tensor, block: int) -> int:
+def _registers(tile: Tile, starts: bool) -> int | None:
+    """The limit backward, where there is one."""
+    return _REGISTERS if tile.tiled and starts else None
+
+
+def _tokens_per_program(x: Tensor, tile: Tile) -> int:
     """As many as keep the GPU busy."""
     batch, tokens, channels = x.shape
-    wanted = _PROGRAMS * triton_support.multiprocessors(x)
-    return max(_TOKENS, min(tokens, cdiv(batch * tokens * cdiv(channels, block), wanted)))
+    wanted = _PROGRAMS * (1 + tile.tiled) * triton_support.multiprocessors(x)
+    return max(_TOKENS, min(tokens, cdiv(batch * tokens * cdiv(channels, tile.block), wanted)))
 
 
 def configurations() -> Iterator[Configuration]:
@@ -280,10 +288,12 @@ def configurations() -> Iterator[Configuration]:
                 f"causal_conv1d {direction}, {name}",
                 *_arguments(kernel, dtype, given, width, reverse, tile),
                 num_warps=tile.warps,
+                num_stages=1 if kernel is backward_kernel else 3,
+                registers=_registers(tile, "STARTS" in given),
                 launch_warps=True,
                 of_64_lanes={"BLOCK": of_64.block},
                 wide_loads=True,
-                narrow_loads=24 if given == every else 0,  # of places, counts and starts
+                narrow_loads=24 if given == every else int(tile.tiled),  # places, starts; a bias
             )
 
 

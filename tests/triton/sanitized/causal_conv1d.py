@@ -33,3 +33,8 @@ def case_plain():
 def case_everything():
     run(2, 7, 3, 4, full=True)
     run(1, 6, 3, 3, full=True, reverse=True)
+
+
+def case_tiles():
+    run(1, 7, 70, 5, dtype=torch.bfloat16)
+    run(1, 6, 3, 8, full=True, reverse=True, dtype=torch.bfloat16)

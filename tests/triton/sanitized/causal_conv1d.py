@@ -36,5 +36,8 @@ def case_everything():
 
 
 def case_tiles():
-    run(1, 7, 70, 5, dtype=torch.bfloat16)
-    run(1, 6, 3, 8, full=True, reverse=True, dtype=torch.bfloat16)
+    """Those of 16-bit numbers, in float32: the sanitizer knows no 0 of the others."""
+    tile = launches._backward_tile(3, 8, torch.bfloat16, 32)
+    launches._backward_tile = lambda *_: tile
+    run(1, 7, 70, 5)
+    run(1, 6, 3, 8, full=True, reverse=True)

@@ -9,6 +9,7 @@ also writes it to `bench/results/triton_resources.md`. No GPU and no driver are 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import re
@@ -17,11 +18,13 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import driver
 
 from brickwork.kernels.backend import OPS
 from brickwork.kernels.triton_support import Configuration
@@ -99,9 +102,20 @@ def measure(configuration: Configuration, chip: str) -> Resources:
     options = {"num_warps": warps(configuration, chip), "num_stages": configuration.num_stages}
     if configuration.registers and target.backend == "cuda":
         options["maxnreg"] = configuration.registers
-    compiled = triton.compile(source, target=target, options=options)
+    with _on(target):
+        compiled = triton.compile(source, target=target, options=options)
     of_chip = _amd if target.backend == "hip" else _nvidia
     return of_chip(compiled, re.compile(MATRIX[chip]))
+
+
+@contextlib.contextmanager
+def _on(target: GPUTarget) -> Iterator[None]:
+    """Kernels that ask which chip they are compiled for are told this one."""
+    driver.set_active(SimpleNamespace(get_current_target=lambda: target))
+    try:
+        yield
+    finally:
+        driver.set_active(None)  # as it was: found when it is asked for
 
 
 def faults(configuration: Configuration, chip: str, found: Resources) -> list[str]:
@@ -211,11 +225,10 @@ def report(jobs: int) -> str:
         "program. Matrix: `mma`, `wgmma`, `tcgen05.mma` or `mfma` instructions.",
         "",
         "Narrower loads are of what a row, a token, a head or a warp has one of, of rows too",
-        "narrow for their threads, of what a channel has one of where there are fewer than four",
-        "a thread (`selective_scan`) and, 64 bits at a time, of 16-bit numbers that filters wider",
-        "than 4 (`causal_conv1d`, backward) or float16 in TF32 (`ssd_scan`) take: the docstrings",
-        "beside the kernels say where. A warp of gfx942 has 64 threads, and where that asks for",
-        "other tiles those are what was compiled.",
+        "narrow for their threads, and of what a channel has one of where there are fewer than",
+        "four a thread (`selective_scan`, and the bias of `causal_conv1d`, backward, with filters",
+        "wider than 4): the docstrings beside the kernels say where. A warp of gfx942 has 64",
+        "threads, and where that asks for other tiles those are what was compiled.",
         "",
         "| kernel | warps | chip | registers | spills | shared | wide loads | wide stores | matrix "
         "| faults |",

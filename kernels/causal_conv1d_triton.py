@@ -30,13 +30,15 @@ from brickwork.kernels.triton_support import (
     Configuration,
     cdiv,
     lanes,
+    launch_options,
     launch_warps,
     next_power_of_2,
 )
 from brickwork.kernels.triton_support import unavailable_here as unavailable_here
 
 _TOKENS = 16  # least that a program walks along
-_PROGRAMS = 8  # wanted for each multiprocessor
+_PROGRAMS = 8  # wanted for each multiprocessor; twice as many of those that work in tiles
+_REGISTERS = 255  # of a thread: left alone, the compiler would rather spill a few
 
 
 def causal_conv1d_triton(
@@ -77,7 +79,7 @@ def _forward(
     x = _dense(x)
     (batch, tokens, channels), width = x.shape, weight.shape[1]
     tile = _forward_tile(channels, width, x.dtype, lanes())
-    per_program = _tokens_per_program(x, tile.block)
+    per_program = _tokens_per_program(x, tile)
     grid = (batch * cdiv(tokens, per_program) * cdiv(channels, tile.block),)
     forward_kernel[grid](
         x, *_small(weight, bias, initial_state, order, count, starts), y, x.stride(0), x.stride(1),
@@ -101,14 +103,15 @@ def _backward(
     x, dy = _dense(x), _dense(dy)
     (batch, tokens, channels), width = x.shape, weight.shape[1]
     tile = _backward_tile(channels, width, x.dtype, lanes())
-    per_program = _tokens_per_program(x, tile.block)
+    per_program = _tokens_per_program(x, tile)
     rows = batch * cdiv(tokens, per_program)
     sums = torch.empty(rows, width + 1, channels, dtype=torch.float32, device=x.device)
     backward_kernel[(rows * cdiv(channels, tile.block),)](
         dy, x, *_small(weight, bias, initial_state, order, count, starts), dx,
         dinitial.mT if initial_state is not None else None, sums, dy.stride(0), dy.stride(1),
         x.stride(0), x.stride(1), tokens, channels, per_program, WIDTH=width, SILU=silu,
-        REVERSE=reverse, UNROLL=tile.unroll, BLOCK=tile.block, num_warps=launch_warps(tile.warps),
+        REVERSE=reverse, UNROLL=tile.unroll, TILED=tile.tiled, BLOCK=tile.block,
+        **launch_options(tile.warps, registers=_registers(tile, starts is not None)),
     )  # fmt: skip
     total = sums.sum(0)
     dweight.copy_(total[:width].mT)
@@ -196,11 +199,13 @@ _backward_op = triton_support.register("causal_conv1d_triton_backward", _backwar
 
 
 class Tile(NamedTuple):
-    """Channels of a program, its warps, and tokens whose loads are in flight together."""
+    """Channels of a program, its warps, tokens whose loads are in flight together, and whether
+    they are loaded as one tile."""
 
     block: int
     warps: int
     unroll: int
+    tiled: bool = False
 
 
 def _forward_tile(channels: int, width: int, dtype: torch.dtype, lanes: int) -> Tile:
@@ -210,9 +215,16 @@ def _forward_tile(channels: int, width: int, dtype: torch.dtype, lanes: int) -> 
 
 
 def _backward_tile(channels: int, width: int, dtype: torch.dtype, lanes: int) -> Tile:
-    """Loads of 128 bits; of 64 for 16-bit numbers in filters wider than 4, whose sums would not
-    fit the registers."""
-    a_thread = 4 if width > 4 else 16 // dtype.itemsize
+    """Loads of 128 bits.
+
+    In filters wider than 4 the sums of more than four channels would not fit a thread's registers.
+    Of 16-bit numbers a thread loads eight channels of one of four tokens, and computes with two
+    channels of all four: what the threads exchange stays within the one warp of a program. Of the
+    bias, which is loaded once, a thread has 64 bits.
+    """
+    if width > 4 and dtype.itemsize == 2:
+        return Tile(2 * lanes, 1, 4, tiled=True)
+    a_thread = 16 // dtype.itemsize
     return _tile(channels, a_thread, lanes, 4 if a_thread * width <= 16 else 2)
 
 
@@ -221,11 +233,16 @@ def _tile(channels: int, a_thread: int, lanes: int, unroll: int) -> Tile:
     return Tile(block, block // (32 * a_thread), unroll)
 
 
-def _tokens_per_program(x: Tensor, block: int) -> int:
+def _registers(tile: Tile, starts: bool) -> int | None:
+    """The limit backward, where there is one."""
+    return _REGISTERS if tile.tiled and starts else None
+
+
+def _tokens_per_program(x: Tensor, tile: Tile) -> int:
     """As many as keep the GPU busy."""
     batch, tokens, channels = x.shape
-    wanted = _PROGRAMS * triton_support.multiprocessors(x)
-    return max(_TOKENS, min(tokens, cdiv(batch * tokens * cdiv(channels, block), wanted)))
+    wanted = _PROGRAMS * (1 + tile.tiled) * triton_support.multiprocessors(x)
+    return max(_TOKENS, min(tokens, cdiv(batch * tokens * cdiv(channels, tile.block), wanted)))
 
 
 def configurations() -> Iterator[Configuration]:
@@ -248,7 +265,11 @@ def configurations() -> Iterator[Configuration]:
         (torch.bfloat16, 96, 4, every, True),
         (torch.float16, 96, 4, every, True),
         (torch.bfloat16, 96, 8, every, True),
+        (torch.bfloat16, 4096, 5, every, False),
+        (torch.bfloat16, 4096, 6, every, False),
+        (torch.bfloat16, 4096, 7, every, False),
         (torch.bfloat16, 4096, 8, every, True),
+        (torch.float16, 4096, 8, every, False),
         (torch.float32, 96, 8, every, True),
         (torch.float32, 4096, 4, every, True),
         (torch.float32, 4096, 8, every, True),
@@ -267,10 +288,12 @@ def configurations() -> Iterator[Configuration]:
                 f"causal_conv1d {direction}, {name}",
                 *_arguments(kernel, dtype, given, width, reverse, tile),
                 num_warps=tile.warps,
+                num_stages=1 if kernel is backward_kernel else 3,
+                registers=_registers(tile, "STARTS" in given),
                 launch_warps=True,
                 of_64_lanes={"BLOCK": of_64.block},
-                wide_loads=kernel is forward_kernel or width <= 4 or dtype == torch.float32,
-                narrow_loads=24 if given == every else 0,  # of places, counts and starts
+                wide_loads=True,
+                narrow_loads=24 if given == every else int(tile.tiled),  # places, starts; a bias
             )
 
 
@@ -280,7 +303,7 @@ def _arguments(
     types = {"WEIGHT": "*fp32", "BIAS": "*fp32", "ORDER": "*i64", "COUNT": "*i64"}
     types |= {"STARTS": "*u8", "SUMS": "*fp32"}
     constants: dict[str, Any] = {"WIDTH": width, "SILU": True, "REVERSE": reverse}
-    constants |= {"UNROLL": tile.unroll, "BLOCK": tile.block}
+    constants |= {"UNROLL": tile.unroll, "TILED": tile.tiled, "BLOCK": tile.block}
     optional = {"BIAS", "INITIAL", "ORDER", "COUNT", "STARTS"}
     if "INITIAL" not in given:
         constants["DINITIAL"] = None

@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from brickwork.kernels.tile_triton import columns_of, tile_of
+
 
 @triton.jit
 def _token(ORDER, b, s, tokens, REVERSE: tl.constexpr):
@@ -57,6 +59,56 @@ def _before(
 
 
 @triton.jit
+def _rows(X, t, x_token, c, channels, real, Q: tl.constexpr, BLOCK: tl.constexpr):
+    """X at Q tokens, 0 but at the `real` ones, loaded as one tile."""
+    at = X + t[:, None] * x_token + c[None, :]
+    tile = tl.load(at, mask=real[:, None] & (c < channels)[None, :], other=0.0)
+    return columns_of(tl.permute(tile, (1, 0)), BLOCK, Q)
+
+
+@triton.jit
+def _store_rows(Y, rows, t, c, channels, real, BLOCK: tl.constexpr):
+    """Stores rows, as one tile, at the tokens that are `real`."""
+    at = Y + t[:, None] * channels + c[None, :]
+    tl.store(at, tile_of(rows, BLOCK), mask=real[:, None] & (c < channels)[None, :])
+
+
+@triton.jit
+def _starts_of(STARTS, b, t, inside, tokens, Q: tl.constexpr):
+    """A bit for each of Q tokens: whether a sequence starts at it."""
+    start = tl.load(STARTS + b * tokens + t, mask=inside, other=0) != 0
+    return tl.sum(start.to(tl.int32) << tl.arange(0, Q))
+
+
+@triton.jit
+def _before_in_tiles(
+    X, INITIAL, ORDER, STARTS, b, begin, count, tokens, x_token, c, channels, WIDTH: tl.constexpr,
+    REVERSE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`_before` for filters of 5 to 8, from one tile."""
+    some: tl.constexpr = 4 if WIDTH == 5 else 8
+    s = begin - some + tl.arange(0, some)
+    wanted = (s >= begin - (WIDTH - 1)) & (s < count)
+    inside = wanted & (s >= 0)
+    t = _token(ORDER, b, s, tokens, REVERSE)
+    rows = _rows(X, t, x_token, c, channels, inside, some, BLOCK)
+    if INITIAL is not None:
+        at = INITIAL + b * (WIDTH - 1) * channels
+        initial = _rows(at, s + (WIDTH - 1), channels, c, channels, wanted & (s < 0), some, BLOCK)
+    if STARTS is not None:
+        starts = _starts_of(STARTS, b, t, inside, tokens, some)
+    window = ()
+    for i in tl.static_range(some - (WIDTH - 1), some):
+        tap = rows[i]
+        if INITIAL is not None:
+            tap = tl.where(begin - some + i < 0, initial[i], tap)
+        if STARTS is not None:
+            window = _cut(window, (starts >> i) & 1 != 0)
+        window = window + (tap,)
+    return window
+
+
+@triton.jit
 def _converted(window, dtype: tl.constexpr):
     kept = ()
     for i in tl.static_range(len(window)):
@@ -71,6 +123,19 @@ def _filter(WEIGHT, BIAS, c, channels, WIDTH: tl.constexpr):
     for k in tl.static_range(WIDTH):
         column = tl.load(WEIGHT + k * channels + c, mask=c < channels, other=0.0)
         weights = weights + (column.to(tl.float32),)
+    if BIAS is not None:
+        bias = tl.load(BIAS + c, mask=c < channels, other=0.0).to(tl.float32)
+    else:
+        bias = tl.zeros_like(weights[0])
+    return weights, bias
+
+
+@triton.jit
+def _filter_in_tiles(WEIGHT, BIAS, c, channels, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """`_filter` for filters of 5 to 8, from one tile."""
+    k = tl.arange(0, 8)
+    weights = _rows(WEIGHT, k, channels, c, channels, k < WIDTH, 8, BLOCK)
+    weights = _converted(weights[:WIDTH], tl.float32)
     if BIAS is not None:
         bias = tl.load(BIAS + c, mask=c < channels, other=0.0).to(tl.float32)
     else:
@@ -136,9 +201,13 @@ def forward_kernel(
 def backward_kernel(
     DY, X, WEIGHT, BIAS, INITIAL, ORDER, COUNT, STARTS, DX, DINITIAL, SUMS, dy_batch, dy_token,
     x_batch, x_token, tokens, channels, per_program, WIDTH: tl.constexpr, SILU: tl.constexpr,
-    REVERSE: tl.constexpr, UNROLL: tl.constexpr, BLOCK: tl.constexpr,
+    REVERSE: tl.constexpr, UNROLL: tl.constexpr, TILED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A token's gradient is complete WIDTH - 1 tokens later, so the walk goes on for as many."""
+    """A token's gradient is complete WIDTH - 1 tokens later, so the walk goes on for as many.
+
+    If TILED, rows of UNROLL tokens are loaded and stored as one tile, so that a thread has 128 bits
+    side by side though it computes with few channels, and so is the filter.
+    """
     blocks, parts = tl.cdiv(channels, BLOCK), tl.cdiv(tokens, per_program)
     c = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -149,20 +218,36 @@ def backward_kernel(
     X += b * x_batch
     DY += b * dy_batch
     DX += b * tokens * channels
-    weights, bias = _filter(WEIGHT, BIAS, c, channels, WIDTH)
-    window = _before(
-        X, INITIAL, ORDER, STARTS, b, begin, count, tokens, x_token, c, channels, WIDTH, REVERSE
-    )
+    if TILED:
+        weights, bias = _filter_in_tiles(WEIGHT, BIAS, c, channels, WIDTH, BLOCK)
+        window = _before_in_tiles(
+            X, INITIAL, ORDER, STARTS, b, begin, count, tokens, x_token, c, channels, WIDTH,
+            REVERSE, BLOCK,
+        )  # fmt: skip
+    else:
+        weights, bias = _filter(WEIGHT, BIAS, c, channels, WIDTH)
+        window = _before(
+            X, INITIAL, ORDER, STARTS, b, begin, count, tokens, x_token, c, channels, WIDTH, REVERSE
+        )
     zero = tl.zeros((BLOCK,), tl.float32)
-    waiting, linked, dweight = (), (), ()  # gradients of the window; whether it is of this sequence
+    waiting, dweight = (), ()  # gradients of the window
+    linked = tl.full((), (1 << (WIDTH - 1)) - 1, tl.int32)  # a bit of each: is it of this sequence
     for _ in tl.static_range(WIDTH - 1):
-        waiting, linked = waiting + (zero,), linked + (begin >= 0,)
+        waiting = waiting + (zero,)
     for _ in tl.static_range(WIDTH):
         dweight = dweight + (zero,)
     dbias = zero
     for first in range(begin, end + WIDTH - 1, UNROLL):
-        rows, slopes, places = (), (), ()
-        for j in tl.static_range(UNROLL):
+        rows, slopes, places, ready = (), (), (), ()
+        if TILED:
+            s = first + tl.arange(0, UNROLL)
+            t = _token(ORDER, b, s, tokens, REVERSE)
+            real = (s < end + WIDTH - 1) & (s < count)
+            rows = _rows(X, t, x_token, c, channels, real, UNROLL, BLOCK)
+            slopes = _rows(DY, t, dy_token, c, channels, real, UNROLL, BLOCK)
+            if STARTS is not None:
+                starts = _starts_of(STARTS, b, t, s < count, tokens, UNROLL)
+        for j in tl.static_range(0 if TILED else UNROLL):
             s = first + j
             t = _token(ORDER, b, s, tokens, REVERSE)
             real = (s < end + WIDTH - 1) & (s < count) & (c < channels)
@@ -172,12 +257,12 @@ def backward_kernel(
         for j in tl.static_range(UNROLL):
             s = first + j
             if STARTS is not None:
-                start = tl.load(STARTS + b * tokens + places[j], mask=s < count, other=0) != 0
+                if TILED:
+                    start = (starts >> j) & 1 != 0
+                else:
+                    start = tl.load(STARTS + b * tokens + places[j], mask=s < count, other=0) != 0
                 window = _cut(window, start)
-                kept = ()
-                for i in tl.static_range(WIDTH - 1):
-                    kept = kept + (linked[i] & (start == 0),)
-                linked = kept
+                linked = tl.where(start, 0, linked)
             taps = window + (rows[j],)
             slope = slopes[j].to(tl.float32)
             if SILU:
@@ -193,20 +278,32 @@ def backward_kernel(
                 if k == WIDTH - 1:
                     grads = grads + (part,)
                 elif STARTS is not None:
-                    grads = grads + (waiting[k] + tl.where(linked[k], part, 0.0),)
+                    grads = grads + (waiting[k] + tl.where((linked >> k) & 1 != 0, part, 0.0),)
                 else:
                     grads = grads + (waiting[k] + part,)
             dweight = sums
             done = s - (WIDTH - 1)
-            inside = (done >= begin) & (done < end)
-            at = DX + _token(ORDER, b, done, tokens, REVERSE) * channels + c
-            tl.store(at, grads[0].to(DX.dtype.element_ty), mask=inside & (c < channels))
-            if DINITIAL is not None:
-                at = DINITIAL + (b * (WIDTH - 1) + s) * channels + c
-                mask = (done < 0) & (c < channels)
-                tl.store(at, grads[0].to(DINITIAL.dtype.element_ty), mask=mask & (begin == 0))
+            if TILED:
+                ready = ready + (grads[0].to(DX.dtype.element_ty),)
+            else:
+                inside = (done >= begin) & (done < end)
+                at = DX + _token(ORDER, b, done, tokens, REVERSE) * channels + c
+                tl.store(at, grads[0].to(DX.dtype.element_ty), mask=inside & (c < channels))
+                if DINITIAL is not None:
+                    at = DINITIAL + (b * (WIDTH - 1) + s) * channels + c
+                    mask = (done < 0) & (c < channels)
+                    tl.store(at, grads[0].to(DINITIAL.dtype.element_ty), mask=mask & (begin == 0))
             window, waiting = taps[1:], grads[1:]
-            linked = linked[1:] + (begin >= 0,) if WIDTH > 1 else ()
+            linked = (linked | 1 << (WIDTH - 1)) >> 1
+        if TILED:
+            s = first + tl.arange(0, UNROLL)
+            done = s - (WIDTH - 1)
+            t = _token(ORDER, b, done, tokens, REVERSE)
+            inside = (done >= begin) & (done < end)
+            _store_rows(DX, ready, t, c, channels, inside, BLOCK)
+            if DINITIAL is not None:
+                at = DINITIAL + b * (WIDTH - 1) * channels
+                _store_rows(at, ready, s, c, channels, (done < 0) & (begin == 0), BLOCK)
     SUMS += row * (WIDTH + 1) * channels + c
     for k in tl.static_range(WIDTH):
         tl.store(SUMS + k * channels, dweight[k], mask=c < channels)

@@ -19,8 +19,7 @@ stores their values at Q tokens as one tile, of 128 bits a thread, and hands the
 all n, outside of the loop over n. Numbers of B and C serve a whole warp: each thread loads them
 all, at four tokens at a time, 128 bits. What remains narrow: what a channel has one of, that is
 states, A, D and the bias, where there are fewer than four channels a thread, though together they
-are whole lines of memory; flags of tokens; and backward, in a group of at most 32 channels, tiles
-of half precision.
+are whole lines of memory, and flags of tokens.
 
 Channels must be contiguous, else a tensor is copied; all other strides are free. The exponential is
 2^(Δ A log₂ e), which the GPU's unit for it gives with a relative error of about (2 + |Δ A|) · 1e-7.
@@ -30,6 +29,7 @@ B batch, T tokens, E channels, N state, G groups of B and C.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -195,13 +195,15 @@ def configurations() -> Iterator[Configuration]:
     not fill the GPU: forward the smallest."""
     every = {"D", "Z", "BIAS", "FLAGS", "STATES"}
     fp32, bf16 = (torch.float32, every), (torch.bfloat16, every - {"FLAGS"})
-    for kernel, label, cases in (
-        (forward_kernel, "forward", [(*c, b) for b in (32, 64, 128) for c in (fp32, bf16)]),
-        (forward_kernel, "forward summary", [(*fp32, 32), (*bf16, 32)]),
-        (backward_kernel, "backward", [(*fp32, 32), (*fp32, 64), (*bf16, 64)]),
-        (backward_summary_kernel, "backward summary", [(*fp32, 32), (*fp32, 64), (*bf16, 64)]),
+    for kernel, label, blocks in (
+        (forward_kernel, "forward", (32, 64, 128)),
+        (forward_kernel, "forward summary", (32,)),
+        (backward_kernel, "backward", (32, 64)),
+        (backward_summary_kernel, "backward summary", (32, 64)),
     ):
-        for dtype, given, block in cases:
+        for block, (dtype, given) in itertools.product(blocks, (fp32, bf16)):
+            q = launch.tokens_of_backward(block, 32)
+            q = launch.Q_FORWARD if kernel is forward_kernel else q
             of_64 = max(block, 64) if kernel is forward_kernel else 2 * block
             options = "all options" if given == every else "no padding"
             name = f"{label}, {block} channels, {TYPE_NAMES[dtype]}, {options}"
@@ -213,7 +215,7 @@ def configurations() -> Iterator[Configuration]:
                 "SOFTPLUS": True,
                 "SUMMARY": label == "forward summary",
                 "N": 16,
-                "Q": launch.Q_FORWARD if kernel is forward_kernel else launch.Q_BACKWARD,
+                "Q": q,
                 "BLOCK": block,
                 "TOGETHER": launch.together(),
                 "LANES": 32,

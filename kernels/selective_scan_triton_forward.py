@@ -27,6 +27,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from brickwork.kernels.tile_triton import columns_of, tile_of
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 VARY = ["batch", "tokens", "segments", "segment", "nought", "reverse"]
 
@@ -142,43 +144,6 @@ def tokens_of(FLAGS, first, end, origin, turn, Q: tl.constexpr):
     return t, there, reals, starts
 
 
-@triton.constexpr_function
-def _halvings(count):
-    """How often `count`, a power of two, is halved to be 1."""
-    return count.bit_length() - 1
-
-
-@triton.jit
-def columns_of(tile, K: tl.constexpr, Q: tl.constexpr):
-    """The columns of a tile (K, Q), Q a power of two."""
-    parts = (tile,)
-    for i in tl.static_range(_halvings(Q)):
-        evens, odds = (), ()
-        for k in tl.static_range(len(parts)):
-            even, odd = tl.split(tl.reshape(parts[k], (K, Q >> i + 1, 2)))
-            evens, odds = evens + (even,), odds + (odd,)
-        parts = evens + odds
-    columns = ()
-    for k in tl.static_range(len(parts)):
-        columns = columns + (tl.reshape(parts[k], (K,)),)
-    return columns
-
-
-@triton.jit
-def _tile_of(rows, BLOCK: tl.constexpr):
-    """The tile (Q, BLOCK) of Q rows, Q a power of two."""
-    parts = ()
-    for k in tl.static_range(len(rows)):
-        parts = parts + (tl.reshape(rows[k], (BLOCK, 1)),)
-    for i in tl.static_range(_halvings(len(rows))):
-        wider = ()
-        for k in tl.static_range(len(parts) // 2):
-            pairs = tl.join(parts[k], parts[k + len(parts) // 2])
-            wider = wider + (tl.reshape(pairs, (BLOCK, 2 << i)),)
-        parts = wider
-    return tl.permute(parts[0], (1, 0))
-
-
 @triton.jit
 def rows_of(X, token_stride, e, inside, t, there, FLAGS, reals):
     """X at each token, 0 where it is not real. No address waits for a flag."""
@@ -201,7 +166,7 @@ def store_rows(Y, rows, row, tokens, channels, e, inside, t, there):
     for j in tl.static_range(len(rows)):
         narrow = narrow + (rows[j].to(Y.dtype.element_ty),)
     at = Y + (row * tokens + t)[:, None] * channels + e[None, :]
-    tl.store(at, _tile_of(narrow, e.shape[0]), mask=inside[None, :] & there[:, None])
+    tl.store(at, tile_of(narrow, e.shape[0]), mask=inside[None, :] & there[:, None])
 
 
 @triton.jit

@@ -30,7 +30,7 @@ from brickwork.kernels.triton_support import cdiv, next_power_of_2
 
 ENOUGH = 4  # programs for each multiprocessor that fill it
 Q_FORWARD = 8  # tokens that a program carries a state through at a time
-Q_BACKWARD = 4
+Q_BACKWARD = 4  # twice as many where a thread has one channel
 REGISTERS = 255  # of a thread backward: left alone, the compiler would rather spill a few
 COMBINED = 256  # states of a program of the small pass
 
@@ -74,7 +74,7 @@ class Scans:
 
     def _prepare(self, B: Tensor, B_2: Tensor, C: Tensor, C_2: Tensor) -> Tensor:
         """B and C in scan order, as (R, G, T / some, 2, N, some), T in whole groups of Q."""
-        longest = max(Q_FORWARD, Q_BACKWARD)
+        longest = max(Q_FORWARD, 2 * Q_BACKWARD)
         padded = cdiv(self.tokens, longest) * longest
         some = together()
         prepared = self.wide(self.rows, self.groups, padded // some, 2, self.state, some)
@@ -118,7 +118,8 @@ class Scans:
         cut, blocks = self._cut(block), cdiv(self.width, block)
         strides = (*dy.stride()[:2], *_strides(self.x, self.delta, self.z))
         sizes, reverse = self._sizes(cut), int(self.reverse)
-        constants = self._constants(Q_BACKWARD, block)
+        q = tokens_of_backward(block, triton_support.lanes())
+        constants = self._constants(q, block)
         if cut.segments > 1:
             backward_summary_kernel[(self._programs(block) * (cut.segments - 1),)](
                 dy, self.delta, self.delta_2, self.A, self.prepared, self.z, self.bias, self.bias_2,
@@ -128,7 +129,7 @@ class Scans:
         self._begin(cut, dfinal, backwards=True)
         sums = self.wide(self.rows, cut.segments, 2, self.channels)
         rates = torch.zeros_like(cut.carry)
-        scratch = self.wide(*cut.carry.shape[:2], self.chunk // Q_BACKWARD, *cut.carry.shape[2:])
+        scratch = self.wide(*cut.carry.shape[:2], self.chunk // q, *cut.carry.shape[2:])
         shares = self.wide(blocks, self.rows, self.groups, self.padded, 2, self.state)
         backward_kernel[(self._programs(block) * cut.segments,)](
             dy, self.x, self.x_2, self.delta, self.delta_2, self.A, self.prepared, self.D, self.D_2,
@@ -268,6 +269,12 @@ def block_of_backward(width: int) -> int:
     registers do not suffice."""
     lanes = triton_support.lanes()
     return lanes if width <= lanes else 2 * lanes
+
+
+def tokens_of_backward(block: int, lanes: int) -> int:
+    """Tokens at a time: the more, the fewer channels a thread has, so that each of a warp's threads
+    loads 128 bits of a tile, of 16-bit numbers too, and keeps as many numbers in registers."""
+    return Q_BACKWARD * 2 * lanes // block
 
 
 def segments_of(programs: int, tokens: int, chunk: int, processors: int) -> tuple[int, int]:

@@ -175,7 +175,7 @@ def configurations() -> Iterator[Configuration]:
     products = [*_PRODUCTS, *walked]
     yield from _kernels(torch.float32, "ieee", **large, only=products)
     yield from _kernels(torch.float32, "tf32", **large, only=products)
-    yield from _kernels(torch.float16, "tf32", **large, only=[*_PRODUCTS[1:4], *walked])
+    yield from _kernels(torch.float16, "tf32", **large, only=products)
     yield from _kernels(torch.bfloat16, "bf16", **large, options=False, only=_PRODUCTS[1:4])
     yield from _kernels(torch.bfloat16, "bf16", 3, 16, 16, 16, only=_PRODUCTS[1:4])
 
@@ -246,7 +246,7 @@ _SINGLE_LOADS = {
     "ssd_states": 40,
     "ssd_carry": 8,
 }
-_SINGLE_LOADS_TF32 = {  # whose tiles have more of them
+_SINGLE_LOADS_TF32 = {  # of float32, whose tiles have more of them
     "ssd_pairs": 8,
     "ssd_outputs": 42,
     "ssd_input_gradients": 45,
@@ -268,9 +268,8 @@ def _configuration(
     even = strides | {"P", "N", "size"}
     aligned = [n for n, t in signature.items() if t.startswith("*") or n in even]
     warps, stages, registers = resources_of(kernel.__name__, precision)
-    # Of float16 that becomes TF32 some tiles are loaded 64 bits at a time.
-    tiled = constants.get("ROWS", 64) >= 32 and kind != "fp16"
-    single = _SINGLE_LOADS | (_SINGLE_LOADS_TF32 if precision == "tf32" else {})
+    tiled = constants.get("ROWS", 64) >= 32
+    single = _SINGLE_LOADS | (_SINGLE_LOADS_TF32 if (kind, precision) == ("fp32", "tf32") else {})
     return Configuration(
         kernel,
         f"ssd_scan {name}",

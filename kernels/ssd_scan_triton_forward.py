@@ -24,7 +24,7 @@ import os
 import triton
 import triton.language as tl
 
-from brickwork.kernels.tf32_triton import turned
+from brickwork.kernels.tf32_triton import turned, widened
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -39,7 +39,8 @@ def product(a, b, total, PRECISION: tl.constexpr):
             a, b = a.to(tl.float32), b.to(tl.float32)
         total = tl.dot(a, b, total)
     else:
-        total = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision=PRECISION)
+        a, b = widened(a, PRECISION), b.to(tl.float32)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
     return total
 
 

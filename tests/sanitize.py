@@ -8,6 +8,7 @@ no case launches is an error. Ends with status 1 at the first violation.
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import importlib
 import importlib.util
@@ -23,6 +24,7 @@ from interpreter import language_patched_once
 from torch import Tensor
 from triton.runtime import interpreter
 from triton_viz.clients.sanitizer import sanitizer
+from triton_viz.core import patch
 
 CASES = Path(__file__).parent / "triton" / "sanitized"
 
@@ -61,8 +63,10 @@ def _sanitize(op: str) -> None:
 
 def _amend() -> None:
     """Put right what triton-viz 3.0 gets wrong: it adds the offset of a slice twice, refuses
-    broadcast axes, forgets the bounds of outer loops in inner ones, and does not know `tl.split`,
-    `tl.trans` and scans, whose results are never addresses here."""
+    broadcast axes, forgets the bounds of outer loops in inner ones, cannot loop in a file that has
+    no kernel, and does not know `tl.split`, `tl.trans` and scans, whose results are never addresses
+    here."""
+    vars(builtins)["_triton_viz_loop_patcher"] = patch._loop_patcher
     sanitizer.check_inner_stride_equal_to_one = lambda tensor: True
     sanitizer.get_physical_addr_from_tensor_slice = _segments
     split = interpreter.InterpreterBuilder.create_split

@@ -201,7 +201,9 @@ def test_every_launch_is_in_the_table(monkeypatch, dtype, size, padded):
     for kernel, grid, given in launches:
         assert len(grid) == 1
         wanted = {
-            k: v for k, v in given.items() if k in ("BLOCK", "Q", "COLUMNS", "WIDTH", "UNROLL")
+            k: v
+            for k, v in given.items()
+            if k in ("BLOCK", "Q", "COLUMNS", "WIDTH", "UNROLL", "TILED")
         }
         alike = [
             c

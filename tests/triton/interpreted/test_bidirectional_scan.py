@@ -20,7 +20,7 @@ CHUNK = 4
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch):
-    """Chunks of 4 tokens, walked through 4 (forward) and 2 (backward) at a time."""
+    """Chunks of 4 tokens, walked through 4 at a time (backward 2 where threads have 2 channels)."""
     monkeypatch.setattr(launches, "chunk_of", lambda state: CHUNK)
     monkeypatch.setattr(launches, "Q_FORWARD", 4)
     monkeypatch.setattr(launches, "Q_BACKWARD", 2)
@@ -195,7 +195,7 @@ def test_bytes(monkeypatch):
     assert moved.written == 2 * (size + kept + 2 * numbers + carried)
     with count_bytes() as moved:
         torch.autograd.grad(y, leaves, torch.randn(y.shape).bfloat16())
-    scratch, rates, sums, shares = CHUNK // 2 * 4 * N * E, carried, 2 * 4 * E, 2 * numbers
+    scratch, rates, sums, shares = CHUNK // 4 * 4 * N * E, carried, 2 * 4 * E, 2 * numbers
     each = 2 * size + once + 3 * numbers + carried + kept + scratch + rates
     assert moved.read == 2 * each + 2 * size  # dy and z are both directions'
     each = 3 * size + 2 * numbers + carried + scratch + rates + sums + shares

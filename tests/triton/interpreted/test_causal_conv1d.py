@@ -38,25 +38,31 @@ def test_channels(C):
 
 @given(
     T=st.integers(1, 12),
-    W=st.sampled_from([1, 2, 3, 4, 6]),
+    W=st.sampled_from([1, 2, 3, 4, 5, 6, 8]),
     options=st.sets(st.sampled_from(CONV_OPTIONS)),
     activation=st.sampled_from([None, "silu"]),
     reverse=st.booleans(),
     tokens=st.sampled_from([1, 2, 5, 16]),
+    tiled=st.booleans(),
 )
-@settings(max_examples=12)
-def test_every_combination(T, W, options, activation, reverse, tokens):
-    """Programs of fewer tokens than the filter has too."""
+@settings(max_examples=16)
+def test_every_combination(T, W, options, activation, reverse, tokens, tiled):
+    """Programs of fewer tokens than the filter has too; tiles, which only 16 bits take, exactly."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launches, "_TOKENS", tokens)
+        if tiled:
+            tile = launches._backward_tile(3, 8, torch.bfloat16, 32)
+            assert tile.tiled
+            patch.setattr(launches, "_backward_tile", lambda *_: tile)
         Problem(2, T, 3, W, options, activation=activation, reverse=reverse).check()
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("wide", [(), (1, 2), (0, 3)], ids=["all", "activations", "parameters"])
-def test_dtypes(dtype, wide):
+@pytest.mark.parametrize("W", [4, 8])
+def test_dtypes(dtype, wide, W):
     """fla#1264: parameters in float32, activations narrow, or the other way round; one rounding."""
-    p = Problem(2, 18, 6, 4)
+    p = Problem(2, 18, 6, W)
     mixed = [t if i in wide else t.to(dtype) for i, t in enumerate(p.floats)]
     leaves = [t.requires_grad_() for t in mixed]
     exact = [t.detach().double().requires_grad_() for t in mixed]
@@ -168,10 +174,11 @@ def test_the_ops_are_well_registered():
     torch.library.opcheck(launches._backward_op, (torch.randn(2, 6, 5), *plain, *flags))
 
 
+@pytest.mark.parametrize("W", [4, 8])
 @pytest.mark.parametrize("given", [(), ("bias",)])
-def test_bytes(given):
+def test_bytes(given, W):
     """What the launcher's docstring states, and what programs share at their borders."""
-    B, T, C, W, per_program = 1, 40, 6, 4, 16
+    B, T, C, per_program = 1, 40, 6, 16
     p = Problem(B, T, C, W, given)
     x, *others = (t.requires_grad_() for t in [p.floats[0].bfloat16(), *p.floats[1:]])
     small = 4 * C * (W + len(given))

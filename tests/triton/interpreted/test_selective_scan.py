@@ -20,7 +20,7 @@ CHUNK = 4
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch):
-    """Chunks of 4 tokens, walked through 4 (forward) and 2 (backward) at a time."""
+    """Chunks of 4 tokens, walked through 4 at a time (backward 2 where threads have 2 channels)."""
     monkeypatch.setattr(launches, "chunk_of", lambda state: CHUNK)
     monkeypatch.setattr(launches, "Q_FORWARD", 4)
     monkeypatch.setattr(launches, "Q_BACKWARD", 2)
@@ -44,6 +44,14 @@ def test_lengths(T, reverse):
     """mamba#352, mamba#368: lengths that are no multiple of the chunk, with bias and softplus."""
     Problem(2, T, 3, 2, reverse=reverse).check()
     Problem(1, T, 3, 2, options=(), reverse=reverse, softplus=False).check()
+
+
+@pytest.mark.usefixtures("segments")
+@pytest.mark.parametrize("reverse", [False, True])
+def test_chunks_of_two_groups(monkeypatch, reverse):
+    """Of four tokens, backward too."""
+    monkeypatch.setattr(launches, "chunk_of", lambda state: 8)
+    Problem(2, 19, 3, 2, reverse=reverse).check()
 
 
 @pytest.mark.parametrize(
@@ -327,7 +335,7 @@ def test_bytes(way, monkeypatch):
     dy = torch.randn(y.shape).bfloat16()
     with count_bytes() as moved:
         torch.autograd.grad(y, leaves, dy)
-    scratch = CHUNK // 2 * 4 * N * E
+    scratch = CHUNK // 4 * 4 * N * E
     rates = carried
     assert moved.read == 4 * size + once + numbers + 2 * numbers + carried + kept + scratch + rates
     sums = 2 * 4 * E

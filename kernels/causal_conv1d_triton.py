@@ -217,12 +217,12 @@ def _forward_tile(channels: int, width: int, dtype: torch.dtype, lanes: int) -> 
 def _backward_tile(channels: int, width: int, dtype: torch.dtype, lanes: int) -> Tile:
     """Loads of 128 bits.
 
-    In filters wider than 4 the sums of more than four channels would not fit a thread's registers.
-    Of 16-bit numbers a thread loads eight channels of one of four tokens, and computes with two
-    channels of all four: what the threads exchange stays within the one warp of a program. Of the
-    bias, which is loaded once, a thread has 64 bits.
+    Of 16-bit numbers these are eight channels, whose sums would fill a thread's registers, or more
+    than them in filters wider than 4. So a thread loads eight channels of one of four tokens and
+    computes with two channels of all four: what the threads exchange stays within the one warp of a
+    program. Of the bias, which is loaded once, a thread has 64 bits.
     """
-    if width > 4 and dtype.itemsize == 2:
+    if dtype.itemsize == 2:
         return Tile(2 * lanes, 1, 4, tiled=True)
     a_thread = 16 // dtype.itemsize
     return _tile(channels, a_thread, lanes, 4 if a_thread * width <= 16 else 2)

@@ -85,8 +85,8 @@ def _before_in_tiles(
     X, INITIAL, ORDER, STARTS, b, begin, count, tokens, x_token, c, channels, WIDTH: tl.constexpr,
     REVERSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`_before` for filters of 5 to 8, from one tile."""
-    some: tl.constexpr = 4 if WIDTH == 5 else 8
+    """`_before` from one tile."""
+    some: tl.constexpr = 4 if WIDTH <= 5 else 8
     s = begin - some + tl.arange(0, some)
     wanted = (s >= begin - (WIDTH - 1)) & (s < count)
     inside = wanted & (s >= 0)
@@ -132,9 +132,10 @@ def _filter(WEIGHT, BIAS, c, channels, WIDTH: tl.constexpr):
 
 @triton.jit
 def _filter_in_tiles(WEIGHT, BIAS, c, channels, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """`_filter` for filters of 5 to 8, from one tile."""
-    k = tl.arange(0, 8)
-    weights = _rows(WEIGHT, k, channels, c, channels, k < WIDTH, 8, BLOCK)
+    """`_filter` from one tile."""
+    some: tl.constexpr = 4 if WIDTH <= 4 else 8
+    k = tl.arange(0, some)
+    weights = _rows(WEIGHT, k, channels, c, channels, k < WIDTH, some, BLOCK)
     weights = _converted(weights[:WIDTH], tl.float32)
     if BIAS is not None:
         bias = tl.load(BIAS + c, mask=c < channels, other=0.0).to(tl.float32)

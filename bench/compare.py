@@ -14,6 +14,7 @@ from torch import Tensor
 
 Runner = Callable[[], Any]
 PATIENCE = 20.0  # seconds after which a slow peer is left out of further rounds
+TURN = 0.5  # seconds that a process runs before the next one does
 
 
 def compare(
@@ -52,8 +53,11 @@ def compare_processes(
     """`compare`, but each side has a process of its own, and they take turns.
 
     There, `build` of a module's top level makes the runner of a side by its name; ours is that of
-    "brickwork". No side meets the memory that another has left behind. Nothing is compared but
-    times, so compare values before.
+    "brickwork". No side meets the memory that another has left behind, and in a turn of `TURN`
+    seconds it runs after itself, as in a loop over batches: a turn counts as the median of its runs
+    but the first, or as the first if there is no other. Nothing is compared but times, so compare
+    values before. A peer that has taken `PATIENCE` seconds misses the rounds that
+    are left.
     """
     threads = torch.get_num_threads()
     sides = {name: _Side(build, name, threads) for name in ("brickwork", *peers)}
@@ -64,7 +68,8 @@ def compare_processes(
 
     def turn_of_peers() -> None:
         for name in peers:
-            turn(name)
+            if sum(seconds[name]) <= PATIENCE:
+                turn(name)
 
     try:
         benchmark.pedantic(turn, args=("brickwork",), setup=turn_of_peers, rounds=rounds)
@@ -76,7 +81,7 @@ def compare_processes(
 
 
 class _Side:
-    """A process with a runner, called once to warm up, and then at every `seconds()`."""
+    """A process with a runner, called once to warm up, and then in the turns of `seconds()`."""
 
     def __init__(self, build: Callable[[str], Runner], name: str, threads: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -102,9 +107,16 @@ def _serve(pipe: Any, build: Callable[[str], Runner], name: str, threads: int) -
     pipe.send(None)
     with contextlib.suppress(EOFError):
         while pipe.recv():
-            start = time.perf_counter()
-            run()
-            pipe.send(time.perf_counter() - start)
+            times = [_seconds(run)]
+            while sum(times) < TURN:
+                times.append(_seconds(run))
+            pipe.send(statistics.median(times[1:] or times))
+
+
+def _seconds(run: Runner) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 def _report(

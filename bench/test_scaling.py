@@ -54,7 +54,7 @@ def test_length(tables, op, backend, training):
     rows, first = [], None
     for T in LENGTHS:
         run, size = problem(op, T, 16, backend, training)
-        each = seconds(run, rounds=max(3, 2**15 // T)) / T
+        each = seconds(run, rounds=max(7, 2**15 // T)) / T
         first = first or each
         rows.append((T, f"{each / first:.2f}", f"{peak_extra(run) / size:.1f}"))
     title = f"{op}, {backend}, {'forward + backward' if training else 'forward'}, "

@@ -226,9 +226,9 @@ def report(jobs: int) -> str:
         "",
         "Narrower loads are of what a row, a token, a head or a warp has one of, of rows too",
         "narrow for their threads, and of what a channel has one of where there are fewer than",
-        "four a thread (`selective_scan`, and the bias of `causal_conv1d`, backward, with filters",
-        "wider than 4): the docstrings beside the kernels say where. A warp of gfx942 has 64",
-        "threads, and where that asks for other tiles those are what was compiled.",
+        "four a thread (`selective_scan`, and the bias of `causal_conv1d`, backward, in 16 bits):",
+        "the docstrings beside the kernels say where. A warp of gfx942 has 64 threads, and where",
+        "that asks for other tiles those are what was compiled.",
         "",
         "| kernel | warps | chip | registers | spills | shared | wide loads | wide stores | matrix "
         "| faults |",

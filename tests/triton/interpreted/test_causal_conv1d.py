@@ -45,7 +45,7 @@ def test_channels(C):
     tokens=st.sampled_from([1, 2, 5, 16]),
     tiled=st.booleans(),
 )
-@settings(max_examples=16)
+@settings(max_examples=12)
 def test_every_combination(T, W, options, activation, reverse, tokens, tiled):
     """Programs of fewer tokens than the filter has too; tiles, which only 16 bits take, exactly."""
     with pytest.MonkeyPatch.context() as patch:

@@ -39,9 +39,7 @@ def compare(
         for name, run in peers.items():
             if sum(seconds[name]) > PATIENCE:
                 continue
-            start = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(_seconds(run))
 
     benchmark.pedantic(ours, setup=time_peers, rounds=rounds, iterations=1)
     return _report(benchmark, benchmark.stats.stats.median, seconds, rounds)

@@ -122,7 +122,7 @@ class Tile {
       while (from > start && !starts(from)) --from;
       enter(from, to, to == end);
       product<T>(steps, steps, C_turned, B_turned, before(p.state), keep(shared));
-      if (p.z) share_turned();
+      if (p.z) turn<T>(shared_turned, shared, steps, steps);  // of which `run` reads one half
       for (int64_t s = 0; s < steps; ++s) {
         std::fill(dB[s], dB[s] + whole<T>(p.state), T(0));
         std::fill(dC[s], dC[s] + whole<T>(p.state), T(0));
@@ -390,7 +390,11 @@ class Tile {
     if (!fresh) retreat_to_state(S);
     for (int64_t n = 0; n < p.state; ++n) {
       T* to = p.dstate.at<T>(batch, h, n);
-      fresh ? void(std::fill(to, to + p.width, T(0))) : put(to, dS[n]);
+      if (fresh) {
+        std::fill(to, to + p.width, T(0));
+      } else {
+        put(to, dS[n]);
+      }
     }
     sum_exponents(dtotal);
     give(h);
